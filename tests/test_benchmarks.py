@@ -45,9 +45,10 @@ from benchmarks.gpu.contenders import (
     Refusal,
     forwards,
     graphed,
-    one_role_forward,
+    in_one_role,
     ours_forward,
     ours_step,
+    trainings,
 )
 from benchmarks.gpu.harness import Budget, ContextLost, Job, compete, failures, run_all, run_job
 from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
@@ -888,11 +889,12 @@ def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
     x, seen = cases.make_inputs(Case(1, 8, 1), "cpu"), []
     monkeypatch.setattr(contenders, "call", lambda *_: seen.append(two_roles.declined))
     monkeypatch.setattr(contenders, "require", lambda *_: None)
-    for contender in (ours_forward("sm90", x), one_role_forward("sm90", x)):
+    for contender in (ours_forward("sm90", x), in_one_role(ours_forward("sm90", x))):
         contender.prepare().run()
     assert seen == [None, "is switched off"]
     assert two_roles.declined is None
     assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
+    assert [c.name for c in trainings(["eager", "sm90"], x, x.v)] == ["eager", "sm90"]
 
 
 def test_a_backend_that_does_not_serve_is_refused_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,19 +99,23 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
 
 def forwards(backends: Iterable[str], x: Inputs) -> list[Contender]:
     """Our backends, and beside each that would run specialised CTAs, what it would run without them."""
-    return [c for b in backends for c in (ours_forward(b, x), *([one_role_forward(b, x)] if _has_roles(b, x) else []))]
+    return _with_one_role([(b, ours_forward(b, x)) for b in backends], x)
 
 
-def _has_roles(backend: str, x: Inputs) -> bool:
+def _with_one_role(plain: Iterable[tuple[str, Contender]], x: Inputs, saves: bool = False) -> list[Contender]:
+    """These contenders, each of a backend's, and beside each that runs specialised CTAs, the same without them."""
+    return [c for b, ours in plain for c in (ours, *([in_one_role(ours)] if _has_roles(b, x, saves) else []))]
+
+
+def _has_roles(backend: str, x: Inputs, saves: bool) -> bool:
     ours = KDA.backends().get(backend)
     if not isinstance(ours, CudaBackend) or not x.v.is_cuda:
         return False
-    return forms.choose(Signature.of(x), ours.machine.properties(x.v.device)) is forms.TWO_ROLES
+    return forms.choose(Signature.of(x, saves), ours.machine.properties(x.v.device)) is forms.TWO_ROLES
 
 
-def one_role_forward(backend: str, x: Inputs) -> Contender:
-    """The forward without specialised CTAs."""
-    plain = ours_forward(backend, x)
+def in_one_role(plain: Contender) -> Contender:
+    """A contender of ours without specialised CTAs."""
 
     def prepare() -> Prepared:
         p = plain.prepare()
@@ -137,6 +141,11 @@ def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = F
         return training(lambda: call(leaves, backend).o, names, leaves, d_o, backward_alone)
 
     return Contender(_name(backend, x), prepare, ours=True)
+
+
+def trainings(backends: Iterable[str], x: Inputs, d_o: Tensor) -> list[Contender]:
+    """Like `forwards`, of a forward and its gradients."""
+    return _with_one_role([(b, ours_training(b, x, d_o)) for b in backends], x, saves=True)
 
 
 def ours_step(backend: str, x: Inputs, kept: str = "fp32", floor_ms: float | None = None) -> Contender:

@@ -33,6 +33,7 @@ from benchmarks.gpu.contenders import (
     ours_forward,
     ours_step,
     ours_training,
+    trainings,
 )
 from benchmarks.gpu.harness import Job, Pick, Row, Setup, admit, compete, reason, timed
 from benchmarks.gpu.machine import Machine
@@ -136,7 +137,7 @@ def _training(setup: Setup, case: Case) -> list[Row]:
     else:
         peers = [fla_training(x, d_o, disable_recompute=True), cudnn_training(x, d_o)]
     contenders = [
-        *(ours_training(b, mode, d_o) for b in setup.backends for mode in _modes(x)[: 1 + case.long]),
+        *(c for mode in _modes(x)[: 1 + case.long] for c in trainings(setup.backends, mode, d_o)),
         fla_training(x, d_o),
         *peers,
     ]

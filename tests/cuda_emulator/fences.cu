@@ -92,6 +92,22 @@ DEVICE void shared_to_bulk_copy(const Params& p) {
     p.out[threadIdx.x] = shared[threadIdx.x];
 }
 
+// From ordinary writes to shared memory to bulk copies of it, which each lane of one warp starts, and then to writes again.
+DEVICE void bulk_store(const Params& p) {
+    u32* shared = reinterpret_cast<u32*>(shared_memory());
+    shared[threadIdx.x] = p.in[threadIdx.x];
+    if (p.variant == 0) fence_proxy_async_shared();
+    barrier_sync(0, 128);
+    if (threadIdx.x < 32) {
+        if (p.variant != 0 && p.variant != 2) fence_proxy_async_shared();
+        cp_async_bulk_store(p.out + 4 * threadIdx.x, shared + 4 * threadIdx.x, 16);
+        cp_async_bulk_commit();
+        if (p.variant != 4) cp_async_bulk_wait_read<0>();
+    }
+    if (p.variant != 3) barrier_sync(0, 128);
+    shared[threadIdx.x] = 0;
+}
+
 // A block's mbarrier, at which the other block of the cluster arrives.
 DEVICE void initialize_for_cluster(const Params& p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory());
@@ -212,6 +228,7 @@ extern "C" __global__ void fences(const __grid_constant__ Params p) {
         case COPIES_TO_WGMMA: copies_to_wgmma(p); break;
         case GLOBAL_TO_BULK_COPY: global_to_bulk_copy(p); break;
         case SHARED_TO_BULK_COPY: shared_to_bulk_copy(p); break;
+        case BULK_STORE: bulk_store(p); break;
         case INITIALIZE_FOR_CLUSTER: initialize_for_cluster(p); break;
         case HAND_OVER: hand_over(p); break;
         case REGISTERS_TO_WGMMA: registers_to_wgmma(p); break;

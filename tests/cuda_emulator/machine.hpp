@@ -85,6 +85,8 @@ struct Lane {  // a CUDA thread
     u64* barrier;    // the mbarrier it waits for
     std::vector<AsyncCopy> copies;
     u32 groups;  // committed
+    std::vector<AsyncCopy> stores;  // bulk copies from shared to global memory
+    u32 store_groups;               // committed
     std::vector<u64*> local_barriers;  // initialized since its last fence_mbarrier_init
     bool begun;                        // wgmma_fence came after its last fence_operand
     LaneOrder order;

@@ -244,6 +244,28 @@ inline void deliver(const BulkCopy& copy) {
     end_phase_if_complete(*copy.block, copy.barrier);
 }
 
+// Reads shared memory as late as it may, when the thread waits for that. Nothing of the kernel may read what it writes.
+inline void start_bulk_store(void* to, const void* from, u32 bytes) {
+    if (!bytes || bytes % 16) fail("%u bytes are not a positive multiple of 16", bytes);
+    check_global(to, bytes, 16);
+    check_async(*current, "a bulk copy reads", from, bytes, SHARED);
+    if (check_order) start_reading(*current, from, bytes);
+    poison(to, bytes);
+    current->stores.push_back({to, from, bytes, current->store_groups});
+    maybe_interrupt();
+}
+inline void finish_bulk_stores(u32 pending) {
+    std::vector<AsyncCopy>& stores = current->stores;
+    size_t done = 0;
+    for (; done < stores.size() && stores[done].group + pending < current->store_groups; ++done) {
+        const AsyncCopy& store = stores[done];
+        memcpy(store.to, store.from, store.bytes);
+        if (check_order) finish_reading(*current, store.from, u32(store.bytes));
+    }
+    stores.erase(stores.begin(), stores.begin() + done);
+    maybe_interrupt();
+}
+
 // ---------------------------------------------------------------- products of a warpgroup
 
 // 16 bytes of an operand: its rows of blocks are `stride` bytes apart, or if that is 0 it is swizzled. A line is a row, or

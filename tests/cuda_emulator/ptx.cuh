@@ -405,6 +405,15 @@ DEVICE void cp_async_bulk_multicast(void* to, const void* from, u32 bytes, u64* 
     emulator::begin_shared("cp_async_bulk_multicast(byte %d, %d bytes)", site, to, bytes, 16, bytes);
     emulator::start_bulk_copies(to, from, bytes, barrier, ranks);
 }
+DEVICE void cp_async_bulk_store(void* to, const void* from, u32 bytes, CALLED_HERE) {
+    emulator::begin_shared("cp_async_bulk_store(byte %d, %d bytes)", site, from, bytes, 16, bytes);
+    emulator::start_bulk_store(to, from, bytes);
+}
+DEVICE void cp_async_bulk_commit() { ++emulator::current->store_groups; }
+template <int pending> DEVICE void cp_async_bulk_wait_read(CALLED_HERE) {
+    emulator::begin("cp_async_bulk_wait_read<%d>", site, pending);
+    emulator::finish_bulk_stores(pending);
+}
 #endif
 
 // ---------------------------------------------------------------- products of four warps

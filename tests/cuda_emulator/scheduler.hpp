@@ -15,6 +15,7 @@ inline void run_lane() {
     Lane& lane = *current;
     Warp& warp = *lane.warp;
     begin("exit", lane.site);
+    if (!lane.stores.empty()) fail("it has not waited for its bulk copies from shared memory");
     warp.ready &= ~bit(lane);
     warp.exited |= bit(lane);
     if (warp.exited == all_lanes) {

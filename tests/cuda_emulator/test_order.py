@@ -46,6 +46,7 @@ LAUNCHES = {
     "copies_to_wgmma": Launch(128, 1024),
     "global_to_bulk_copy": Launch(128, 256),
     "shared_to_bulk_copy": Launch(128, 128),
+    "bulk_store": Launch(128, 128, valid=(0, 1)),
     "initialize_for_cluster": Launch(32, 64, grid=2, cluster=2),
     "hand_over": Launch(32, 65, grid=2, valid=(0, 3)),
     "registers_to_wgmma": Launch(128, 1024),
@@ -71,6 +72,15 @@ FORGOTTEN = {
         "shared_to_bulk_copy",
         1,
     ): "a bulk copy writes byte .*, written by .*, without fence_proxy_async_shared",
+    ("bulk_store", 2): "a bulk copy reads byte .*, written by .*, without fence_proxy_async_shared",
+    (
+        "bulk_store",
+        3,
+    ): f"{OVERWRITTEN}|being read by|a bulk copy reads byte .*nothing orders the two",
+    (
+        "bulk_store",
+        4,
+    ): "race: writes byte .*, being read by .*|it has not waited for its bulk copies from shared memory",
     (
         "initialize_for_cluster",
         1,
@@ -104,6 +114,7 @@ FORGOTTEN = {
 # Found without checking the order, too: the state of an mbarrier, and of an accumulator, is always known.
 ALWAYS_FOUND = [
     *(("global_to_bulk_copy", 4), ("initialize_for_cluster", 1), ("initialize_for_cluster", 2)),
+    ("bulk_store", 4),
     *(("registers_to_wgmma", variant) for variant in (1, 7, 8)),
     ("held_to_wgmma", 2),
 ]
@@ -149,6 +160,7 @@ def expected(name: str, x: Tensor) -> Tensor:
     words = {
         "global_to_bulk_copy": [x[:128], x[:128].flip(0)],
         "shared_to_bulk_copy": [x[:128]],
+        "bulk_store": [x[:128]],
         "initialize_for_cluster": [x[:32], x[:32]],
         "hand_over": [x[:32], x[:32].flip(0), torch.ones(1, dtype=torch.int32)],
         "race": [x[:32].flip(0)],

@@ -127,11 +127,19 @@ def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutp
 
 def two_roles(x: Inputs, split: Split, arch: int = 90, seed: int = 0) -> KDAOutput:
     """Return the outputs of two_roles.cu, with every block resident."""
+    return two_roles_saving(x, split, arch, seed, save=False)[0]
+
+
+def two_roles_saving(
+    x: Inputs, split: Split, arch: int = 90, seed: int = 0, save: bool = True
+) -> tuple[KDAOutput, Saved]:
+    """Return the outputs of two_roles.cu, and what it saves for the backward."""
     blocks = split.groups * (x.q.shape[3] // BV) + split.preparers
     machine = Emulator(arch, blocks, seed)
     with mock.patch.object(two_roles_launcher, "split_of", return_value=split), GuardedMemory():
         x = aligned_inputs(guarded_inputs(x))
-        return forms.run(x, two_roles_launcher.plan_of(machine, Signature.of(x)), ALL_IN_CHUNKS)[0]
+        plan = two_roles_launcher.plan_of(machine, Signature.of(x, save))
+        return forms.run(x, plan, ALL_IN_CHUNKS)  # type: ignore[return-value]
 
 
 def without_two_roles() -> Any:

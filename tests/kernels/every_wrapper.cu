@@ -22,6 +22,9 @@ DEVICE void clusters(const Params& p, u64* barrier) {
     mbarrier_arrive_cluster(barrier, cluster_rank());
     fence_proxy_async_global();
     cp_async_bulk_multicast(shared_memory() + 16, p.floats, 16, barrier, u16(1));
+    cp_async_bulk_store(p.out, shared_memory() + 16, 16);
+    cp_async_bulk_commit();
+    cp_async_bulk_wait_read<0>();
 }
 #endif
 

@@ -6,6 +6,7 @@ width, slices of V, dtype, gate and wide gates.
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -148,6 +149,15 @@ OTHER_TWO_ROLES = [
     for more in ({"packed": True}, {"checkpoints": True}, {"packed": True, "checkpoints": True})
     for p in TWO_ROLES
 ]
+# Of packed sequences, a preparing warp of some stores and reloads a word, which holds predicates.
+SAVING_TWO_ROLES = [
+    pytest.param(v, id=f"{p.id}-packed={v.packed}-checkpoints={v.checkpoints}-fine={v.T_fp16}")  # type: ignore[attr-defined]
+    for p in TWO_ROLES
+    if p.values[1] == "sm_90a" and p.values[0].K == 128  # type: ignore[union-attr]
+    for packed, checkpoints, fine in itertools.product((False, True), repeat=3)
+    for v in [p.values[0]._replace(packed=packed, checkpoints=checkpoints, T_fp16=fine, saves=True)]  # type: ignore[union-attr]
+    if v.dtype == BF16 or not fine
+]
 
 
 @pytest.mark.slow
@@ -157,6 +167,16 @@ def test_two_roles(variant: two_roles.Variant, arch: str) -> None:
     check_resources(cubin, "kda_forward_two_roles", REGISTERS // two_roles.THREADS)
     assert "serialized" not in cubin.log
     assert variant.shared_bytes <= SERVED[arch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", SAVING_TWO_ROLES)
+def test_saving_two_roles(variant: two_roles.Variant) -> None:
+    cubin = build.compile(two_roles.SOURCE, variant.defines, "sm_90a")
+    check_resources(cubin, "kda_forward_two_roles", REGISTERS // two_roles.THREADS, shipped=not variant.packed)
+    assert build.resources(cubin)["kda_forward_two_roles"].spill_loads <= 4
+    assert "serialized" not in cubin.log
+    assert variant.shared_bytes <= SERVED["sm_90a"]
 
 
 # Of gates of heads, those that are compiled ahead; the most bytes that one reloads, for each source.

@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, Inputs, problem_of
-from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda import forms, spec
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import Signature
@@ -161,6 +161,42 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
         assert_same(run(x, backend), want)
     assert [plan.launches[0].cooperative for _, plan, _ in (c.args for c in launched.call_args_list)] == [True] * RUNS
     forms._planned.cache_clear()
+    two_roles.plan_of.cache_clear()
+
+
+SAVING = [
+    Case(T=4096, H=12, slow=True, state=True, checkpoints=False),
+    Case(T=8192, H=32, final=False, checkpoints=False),
+    Case(T=4096 + 40, B=2, H=10, group=2, dtype=FP16, g_wide=True, state=True),
+    Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True),
+    Case(lengths=(100, 1, 164, 66) * 30, H=8, final=False, checkpoints=False),
+]
+
+
+@pytest.mark.parametrize("case", **ids(SAVING))
+def test_saving_in_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specialised CTAs save the bits that CTAs of one role save, in every run."""
+    if backend != "sm90":
+        pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
+    x = spec.aligned_inputs(make_inputs(case, "cuda"))
+    machine, s = KDA.backends()[backend].machine, Signature.of(x, True)  # type: ignore[attr-defined]
+    groups = 24 if s.packed else min(24, s.sequences * x.v.shape[2])
+    split = Split.of(groups, machine.properties(x.q.device).processors // 2 * 2 - 2 * groups)
+    monkeypatch.setattr(two_roles, "split_of", lambda *_: split)
+    two_roles.plan_of.cache_clear()
+
+    def saved(form: forms.Form) -> dict[str, Tensor]:
+        out, kept = forms.launch(x, machine, s, form=form)
+        assert kept is not None
+        every = {**outputs(out), **kept._asdict()}
+        if case.lengths:  # rows that these sequences leave over
+            rows = sum(-(-n // 64) for n in case.lengths)
+            every |= {n: every[n][:rows] for n in ("prepared", "states", "T_fp16") if every[n] is not None}
+        return {n: t.contiguous().view(torch.uint8) for n, t in every.items() if t is not None}
+
+    want = saved(forms.ONE_ROLE)
+    for _ in range(RUNS // 5):
+        assert_same(saved(forms.TWO_ROLES), want)
     two_roles.plan_of.cache_clear()
 
 

@@ -353,11 +353,25 @@ DEVICE void cp_async_bulk_multicast(void* to, const void* from, u32 bytes, u64* 
         : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks)
         : "memory");
 }
+// Copy from shared memory to global memory that is written once, which L2 evicts first. Shared memory was written before a
+// fence_proxy_async_shared, and is read until cp_async_bulk_wait_read, of the thread that copies.
+DEVICE void cp_async_bulk_store(void* to, const void* from, u32 bytes) {
+    u64 once;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 :
+                 : "l"(to), "r"(shared_address(from)), "r"(bytes), "l"(once)
+                 : "memory");
+}
+DEVICE void cp_async_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" : : : "memory"); }
+template <int pending> DEVICE void cp_async_bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(pending) : "memory");
+}
 #endif
 
 // ---------------------------------------------------------------- wgmma, or mma.sync by four warps
 
-// Makes earlier generic-proxy writes to shared memory visible to wgmma issued after it (and after a barrier).
+// Makes earlier generic-proxy writes to shared memory visible to wgmma and bulk copies issued after it (and after a barrier).
 DEVICE void fence_proxy_async_shared() {
 #if HAS_WGMMA
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");

@@ -130,7 +130,7 @@ class CudaBackend(OnArchs, Backend):
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""
         x = aligned_inputs(x)
-        out, saved = forms.launch(x, self.machine, Signature.of(x, True), form=forms.ONE_ROLE)
+        out, saved = forms.launch(x, self.machine, Signature.of(x, True)._replace(cut=None))
         assert saved is not None
         assert out.final_state is not None
         N, HV, V, K = out.final_state.shape

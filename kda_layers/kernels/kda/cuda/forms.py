@@ -70,8 +70,8 @@ def is_cut(x: Inputs, machine: Machine) -> bool:
 
 
 def form_that_saves(x: Inputs, machine: Machine) -> Form:
-    """Return a form of a call with gradients that computes whole chunks, whether it saves tensors or not."""
-    return SEGMENTS if is_cut(x, machine) else ONE_ROLE
+    """Return the form of a call with gradients, whether it saves tensors or its backward runs the forward again."""
+    return choose(Signature.of(x, saves=True), machine.properties(x.q.device))
 
 
 def forward_whole_chunks(x: Inputs, machine: Machine) -> KDAOutput:
@@ -141,7 +141,7 @@ def launch(
             stacklevel=2,
         )
     two_roles.declined = f"{s.device} could not run all of its blocks at once"
-    return launch(x, machine, s, last, form)
+    return launch(x, machine, s, last, ONE_ROLE if form is TWO_ROLES else form)
 
 
 def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | None]:

@@ -139,6 +139,11 @@ class Signature(NamedTuple):
         return self.q_shape[0] if self.offsets is None else self.offsets[0] - 1
 
     @property
+    def chunk_rows(self) -> int:
+        """As `chunk_rows`."""
+        return _chunk_rows(self.q_shape[0], self.q_shape[1], self.sequences if self.packed else None)
+
+    @property
     def g_wide(self) -> bool:
         """True if g is fp32."""
         return self.g_dtype == torch.float32
@@ -227,7 +232,12 @@ def has_head_gates(x: AnyInputs) -> bool:
 def chunk_rows(x: Inputs) -> int:
     """Number of chunks of all sequences; if packed an upper bound, as only the GPU knows their lengths."""
     B, T = x.q.shape[:2]
-    return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
+    return _chunk_rows(B, T, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
+
+
+def _chunk_rows(B: int, T: int, packed: int | None) -> int:
+    """`chunk_rows` of B sequences of T tokens, or of `packed` sequences of T tokens in all."""
+    return B * -(-T // CHUNK) if packed is None else T // CHUNK + packed
 
 
 PARAMS = Params("ForwardParams", """

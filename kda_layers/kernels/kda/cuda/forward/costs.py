@@ -25,12 +25,18 @@ SLICES = WIDTH // BV  # blocks of a CTA group that scans, a cluster
 # on an H200; STORES_TOGETHER and WIDE_STORES_TOGETHER are the same in one role.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
 PREPARES_HEADS = 3.0  # with gates of heads: an estimate from instruction counts, not measured
-# Blocks that prepare for several groups wait for each of them. Relative to these times, 21 groups with 90 such blocks
-# took 7 % longer than 22 groups with 88 blocks, four for each group.
+# Blocks that prepare for several groups wait for each of them, unless every chunk has a row of its own. Relative to
+# these times, 21 groups with 90 such blocks took 7 % longer than 22 groups with 88 blocks, four for each group.
 PREPARES_FOR_SEVERAL = 1.06
 MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
+# What saving adds to the scan of a chunk: states, V' and, in one role, prepared chunks. WIDE_SAVES_TOGETHER makes up
+# the 330 us that an H200 took for 32 heads of 8,192 tokens. The two others are ESTIMATES that no GPU has confirmed yet.
+# SAVES: with checkpoints a group of 24 stores 80 KB a chunk, outputs included, in 1.84; if bytes alone count, the 64 KB
+# with states, V' and outputs take 1.47, of which 1.13 pass without. If the scan hides the stores, 0.1 remains.
+# SAVES_TOGETHER: in proportion to STORES_TOGETHER.
+SAVES, SAVES_TOGETHER, WIDE_SAVES_TOGETHER = 0.35, 0.2, 0.4
 MOST_TILES = 128  # of one length; with more, two roles were not measured
 MOST_GROUPS_PACKED = 32  # one lane of a warp tracks each group
 # Per packed tile, in addition to its chunks, and per state loaded or stored; _TOGETHER: in one role. STATE was 2.0 with
@@ -68,6 +74,7 @@ class Work(NamedTuple):
     heads: int
     states: int  # 0 to 2, how many of the initial and the final state the call has
     stores: bool  # checkpoints
+    saves: bool  # what the backward reads
     packed: bool
     prepares: float  # time of a chunk's preparation
 
@@ -79,7 +86,7 @@ class Work(NamedTuple):
         if s.packed:
             chunks = T // CHUNK / N if N else 0
         states = int(s.initial_state) + int(s.final_state)
-        return cls(N * HV, chunks, HV, states, s.checkpoints, s.packed, prepare_us(s))
+        return cls(N * HV, chunks, HV, states, s.checkpoints, s.saves, s.packed, prepare_us(s))
 
 
 def prepare_us(s: Signature) -> float:
@@ -91,10 +98,10 @@ def one_role_us(s: Signature, properties: Properties) -> float:
     """Return the expected time of a call in one role."""
     work, processors = Work.of(s), properties.processors
     if work.tiles * WIDTH // 16 > processors:  # its blocks have 32 columns, as one_role.variant_for chooses
-        slices, chain, stores = 4, WIDE_CHAIN, WIDE_STORES_TOGETHER
+        slices, chain, stores, saved = 4, WIDE_CHAIN, WIDE_STORES_TOGETHER, WIDE_SAVES_TOGETHER
     else:
-        slices, chain, stores = 8, CHAIN, STORES_TOGETHER
-    tile = work.chunks * (chain + stores * work.stores)
+        slices, chain, stores, saved = 8, CHAIN, STORES_TOGETHER, SAVES_TOGETHER
+    tile = work.chunks * (chain + stores * work.stores + saved * work.saves)
     if work.packed:
         tile += TILE_TOGETHER + work.states * STATE_TOGETHER
     rounds = -(-work.tiles // max(min(work.tiles, processors // slices), 1))
@@ -125,12 +132,12 @@ def fastest(work: Work, processors: int) -> tuple[float, Split] | None:
         numbers = list(range(1, work.tiles + 1))
 
     def scan(groups: int) -> float:
-        chunk = SCANS + SCANS_BESIDE * groups + (STORES if work.stores else 0)
+        chunk = SCANS + SCANS_BESIDE * groups + STORES * work.stores + SAVES * work.saves
         if work.packed:
             return -(-work.tiles // groups) * (work.chunks * chunk + TILE + work.states * STATE)
         return -(-int(work.tiles * work.chunks) // groups) * chunk
 
-    time, split = fastest_split(numbers, work.tiles * work.chunks * work.prepares, scan, processors)
+    time, split = fastest_split(numbers, work.tiles * work.chunks * work.prepares, scan, processors, not work.saves)
     return STARTS + time, split
 
 
@@ -149,7 +156,7 @@ def unmeasured(work: Work, processors: int) -> list[str]:
 
 
 def fastest_split(
-    numbers: Iterable[int], prepare: float, scan: Callable[[int], float], processors: int
+    numbers: Iterable[int], prepare: float, scan: Callable[[int], float], processors: int, in_ring: bool = True
 ) -> tuple[float, Split]:
     """Return the shortest time, less STARTS, and its split.
 
@@ -157,6 +164,7 @@ def fastest_split(
         numbers: of groups, from which one is chosen
         prepare: the time in which one multiprocessor prepares every chunk
         scan: the time in which so many groups scan them
+        in_ring: blocks that prepare wait for slots of a ring
     """
     every = []
     for groups in numbers:
@@ -165,7 +173,7 @@ def fastest_split(
         for preparers in {most, min(most, MOST_PREPARERS * groups) // step * step}:
             if preparers <= 0:
                 continue
-            prepares = prepare / preparers * (PREPARES_FOR_SEVERAL if preparers % groups else 1)
+            prepares = prepare / preparers * (PREPARES_FOR_SEVERAL if in_ring and preparers % groups else 1)
             waits = max(prepares, SCAN_WAITS * scan(groups))
             every.append((waits, preparers, max(prepares, scan(groups)), Split.of(groups, preparers)))
     _, _, time, split = min(every)

@@ -48,8 +48,10 @@ DEVICE Directions::Directions(Lane lane, Tile& L, Tile& A, const Raw& raw, const
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         // The compiler copies rows that it can recompute into consecutive registers before each MMA. Where registers are
-        // enough to keep them, a mask that it cannot see through prevents the copies.
-        const u32 mask = BLOCK_ROLES && !SEGMENTS && token_of(lane, at, r) >= at.tile.length ? 0u : ~0u;
+        // enough to keep them, a mask that it cannot see through prevents the copies. What is saved has the signs that zeros
+        // have in one role, so that mask is always ~0.
+        const bool hides = SAVES ? p.T < 0 : token_of(lane, at, r) >= at.tile.length;
+        const u32 mask = BLOCK_ROLES && !SEGMENTS && hides ? 0u : ~0u;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
             #pragma unroll

@@ -10,15 +10,15 @@ DEVICE Task task_of(const ForwardParams& p, const Search& at) {
     const int before = at.chunk * CHUNK;
     task.keys = at.keys + i64(before) * p.H * K, task.head = at.tile.head;
     task.first = at.tile.first + before, task.left = at.tile.length - before;
-    task.place = (KEEPS ? kept_at(p, at.tile, at.chunk) : ring_at(p, at.group, at.count)).base;
-    task.T_fp16 = T_FP16 ? p.T_fp16 + kept_row(p, at.tile, at.chunk) * SQUARE : nullptr;
+    task.place = (KEEPS ? kept_at(p, at.kept(p)) : ring_at(p, at.group, at.count)).base;
+    task.T_fp16 = T_FP16 ? p.T_fp16 + at.kept(p) * SQUARE : nullptr;
     task.filled = at.group >= 0 ? filled(p, at.group, at.count) : nullptr;
     task.A = p.A_log ? exp2_fast(p.A_log[at.tile.head] * LOG2_E) : 1.f;
     return task;
 }
 
 // Give the block's warps one task after the other, and with each the place for the chunk before, as they need a task before
-// they end the one before it.
+// they end the one before it. The rows of kept chunks are free.
 DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) {
     const Tasks tasks = shared.tasks();
     Search at;
@@ -31,7 +31,7 @@ DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) 
             tasks[iteration] = task_of(p, at);
             mbarrier_arrive(tasks.barrier(Tasks::GIVEN, iteration));
         }
-        if (iteration > 0) {
+        if (!KEEPS && iteration > 0) {
             wait_for_slot(lane, p, group, count);
             if (lane.id == 0) mbarrier_arrive(tasks.barrier(Tasks::PLACED, iteration - 1));
         }

@@ -22,6 +22,11 @@ DEVICE int scanned_tile(const ForwardParams& p, int t) {
     return SEGMENTS ? t + t / ((p.segments - 1) * p.HV) * p.HV : t;
 }
 
+// Index of a chunk of sequences of one length in tensors with a row for each chunk.
+DEVICE i64 kept_index(const ForwardParams& p, const WorkTile& tile, int chunk) {
+    return (i64(tile.sequence) * ((p.T + CHUNK - 1) / CHUNK) + tile.skipped + chunk) * p.HV + tile.head;
+}
+
 // ---------------------------------------------------------------- the tiles of a CTA group
 
 // With sequences of one length, the chunks of all tiles, one tile after the other, are divided into equally long runs, one
@@ -75,18 +80,30 @@ struct PlainTiles {
 struct PackedTiles {
     int index;
     WorkTile tile, next;
+    int first_row;  // of the tile in tensors with a row for each chunk, if KEEPS
 
     DEVICE bool valid(const ForwardParams&) const { return tile.sequence >= 0; }
     DEVICE void start(const ForwardParams& p, int group) {
         index = group, tile = find(p, index), next = find(p, index + p.groups);
+        if (KEEPS) first_row = 0, pass_sequences(p, 0);
     }
-    DEVICE void skip(const ForwardParams& p) { index += p.groups, tile = next, next = find(p, index + p.groups); }
+    DEVICE void skip(const ForwardParams& p) {
+        const int before = tile.sequence;
+        index += p.groups, tile = next, next = find(p, index + p.groups);
+        if (KEEPS) pass_sequences(p, before);
+    }
+    // Count the chunks of the sequences from `first` to the tile's.
+    DEVICE void pass_sequences(const ForwardParams& p, int first) {
+        for (int i = first; i < tile.sequence; i++)
+            first_row += (offset_of(p, i + 1) - offset_of(p, i) + CHUNK - 1) / CHUNK;
+    }
     DEVICE WorkTile at(const ForwardParams&) const { return tile; }
     DEVICE int in_run() const { return tile.chunks(); }
     static DEVICE constexpr int before_run() { return 0; }
     static DEVICE constexpr bool begins() { return true; }
     static DEVICE constexpr bool ends() { return true; }
     DEVICE i64 state(const ForwardParams& p) const { return i64(tile.sequence) * p.HV + tile.head; }
+    DEVICE i64 kept(const ForwardParams& p, int chunk) const { return i64(first_row + chunk) * p.HV + tile.head; }
     static DEVICE WorkTile find(const ForwardParams& p, int index) {
         if (index < p.tiles) return work_tile(p, index);
         WorkTile none = {};
@@ -95,23 +112,58 @@ struct PackedTiles {
     }
 };
 
-// The chunks of packed sequences of a CTA group, one after the other.
-struct PackedChunks {
-    PackedTiles tiles;
-    int chunk;
+#if PACKED
+using Tiles = PackedTiles;
+#else
+using Tiles = PlainTiles;
+#endif
+
+// The chunks of a CTA group, one after the other.
+struct GroupChunks {
+    Tiles tiles;
+    int chunk;  // of those of the tile in the run
+#if !PACKED
+    WorkTile tile;  // kept, as to find it takes divisions
+#endif
 
     DEVICE bool valid(const ForwardParams& p) const { return tiles.valid(p); }
     DEVICE void start(const ForwardParams& p, int group) {
-        tiles.start(p, group), chunk = -1;
+        tiles.start(p, group), find(p), chunk = -1;
         skip(p);
     }
     DEVICE void skip(const ForwardParams& p) {
-        for (chunk++; valid(p) && chunk >= tiles.tile.chunks(); chunk = 0) tiles.skip(p);
+        for (chunk++; valid(p) && chunk >= tiles.in_run(); chunk = 0) tiles.skip(p), find(p);
     }
+#if PACKED
+    DEVICE void find(const ForwardParams&) {}
+    DEVICE const WorkTile& at() const { return tiles.tile; }
+    DEVICE i64 kept(const ForwardParams& p) const { return tiles.kept(p, chunk); }
+#else
+    DEVICE void find(const ForwardParams& p) {
+        if (valid(p)) tile = tiles.at(p);
+    }
+    DEVICE const WorkTile& at() const { return tile; }
+    DEVICE i64 kept(const ForwardParams& p) const { return kept_index(p, tile, of_tile()); }
+#endif
+    DEVICE int of_tile() const { return tiles.before_run() + chunk; }
     // Offset of its first token in v and o.
-    DEVICE i64 row(const ForwardParams& p) const { return tiles.tile.row(p, chunk * CHUNK) * V + slice() * BV; }
-    DEVICE int tokens() const { return tiles.tile.length - chunk * CHUNK; }  // from the chunk's start on
+    DEVICE i64 row(const ForwardParams& p) const { return at().row(p, of_tile() * CHUNK) * V + slice() * BV; }
+    DEVICE int tokens() const { return at().length - of_tile() * CHUNK; }  // from the chunk's start on
 };
+
+// Number of chunks of this CTA group. Executed by a full warp: a lane for every 32nd packed tile.
+DEVICE u32 chunks_of_group(Lane lane, const ForwardParams& p) {
+#if PACKED
+    u32 all = 0;
+    for (int index = cta_group() + lane.id * p.groups; index < p.tiles; index += 32 * p.groups)
+        all += max(work_tile(p, index).chunks(), 0);
+    for (int mask = 1; mask < 32; mask *= 2) all += shuffle_xor(all, mask);
+    return all;
+#else
+    const Runs runs(p);
+    return runs.start(cta_group() + 1) - runs.start(cta_group());
+#endif
+}
 
 // ---------------------------------------------------------------- the chunks of a CTA that prepares
 
@@ -123,6 +175,7 @@ struct PlainSearch {
     i64 keys;  // offset of the tile's first token in q and k
 
     DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
+    DEVICE i64 kept(const ForwardParams& p) const { return kept_index(p, tile, chunk); }
     DEVICE void start(Lane, const ForwardParams& p) {
         item = blockIdx.x - scanning_blocks(p);
         find(p);
@@ -178,8 +231,10 @@ struct PackedSearch {
     u32 end;            // chunks of the group through its tile
     int offset;         // chunks `count` of lower groups that are before the next one to prepare
     bool found;
+    int first_row;  // of its tile, if KEEPS
 
     DEVICE bool valid(const ForwardParams&) const { return found; }
+    DEVICE i64 kept(const ForwardParams& p) const { return i64(first_row + chunk) * p.HV + tile.head; }
     DEVICE void start(Lane lane, const ForwardParams& p) {
         tiles.start(p, lane.id < p.groups ? lane.id : p.tiles);
         end = max(tiles.tile.chunks(), 0), count = 0, offset = blockIdx.x - scanning_blocks(p);
@@ -205,16 +260,15 @@ struct PackedSearch {
         group = count_ones(ballot(is_next) - 1);
         tile.first = broadcast(tiles.tile.first, group), tile.length = broadcast(tiles.tile.length, group);
         tile.head = broadcast(tiles.tile.head, group);
+        if (KEEPS) first_row = broadcast(tiles.first_row, group);
         chunk = broadcast(int(count - end) + tiles.tile.chunks(), group);
         keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
     }
 };
 
 #if PACKED
-using Tiles = PackedTiles;
 using Search = PackedSearch;
 #else
-using Tiles = PlainTiles;
 using Search = PlainSearch;
 #endif
 
@@ -224,18 +278,9 @@ using Search = PlainSearch;
 // are kept, the rows of its chunks, so many that none is used twice. Its counters: how often each slot has been filled, and, on
 // a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA, and how many warps
 // of it have handed over the state of a tile that another group ends. These states are behind the ring.
-DEVICE i64 kept_row(const ForwardParams& p, const WorkTile& tile, int chunk) {
-    return (i64(tile.sequence) * ((p.T + CHUNK - 1) / CHUNK) + tile.skipped + chunk) * p.HV + tile.head;
-}
-DEVICE Stage kept_at(const ForwardParams& p, const WorkTile& tile, int chunk) {
-    return {p.prepared + kept_row(p, tile, chunk) * STAGE_BYTES};
-}
+DEVICE Stage kept_at(const ForwardParams& p, i64 kept) { return {p.prepared + kept * STAGE_BYTES}; }
 DEVICE Stage ring_at(const ForwardParams& p, int group, u32 count) {
     return {p.ring + (i64(group) * p.ring_slots + count % p.ring_slots) * STAGE_BYTES};
-}
-// The first chunk of a tile that is scanned; the next ones are p.HV rows apart.
-DEVICE Stage first_kept(const ForwardParams& p, int tile) {
-    return KEEPS ? kept_at(p, work_tile(p, scanned_tile(p, tile)), 0) : Stage{};
 }
 DEVICE u32* filled(const ForwardParams& p, int group, u32 count) {
     return p.progress + group * ((p.ring_slots + 31) / 32 * 32 + 32) + count % p.ring_slots;
@@ -246,12 +291,13 @@ DEVICE u32* consumed(const ForwardParams& p, int group, int slice) {
 
 DEVICE u32* handed(const ForwardParams& p, int group, int slice) { return consumed(p, group, SLICES + slice); }
 DEVICE float* handed_state(const ForwardParams& p, int group) {
-    return reinterpret_cast<float*>(p.ring + i64(p.groups) * p.ring_slots * STAGE_BYTES) + state_at(group, 0);
+    const i64 ring_bytes = KEEPS ? 0 : i64(p.groups) * p.ring_slots * STAGE_BYTES;
+    return reinterpret_cast<float*>(p.ring + ring_bytes) + state_at(group, 0);
 }
 
 // Wait until the previous chunk in the slot has arrived in every CTA of the group. Executed by a full warp.
 DEVICE void wait_for_slot(Lane lane, const ForwardParams& p, int group, u32 count) {
-    if (!KEEPS && lane.id < SLICES && count >= p.ring_slots) {
+    if (lane.id < SLICES && count >= p.ring_slots) {
         while (read_counter(consumed(p, group, lane.id)) <= count - p.ring_slots) back_off();
     }
     warp_sync();
@@ -286,7 +332,9 @@ struct Cursor {
     DEVICE bool valid(const ForwardParams&) const { return tile.length > 0; }
 };
 
-DEVICE void wait_for_room(const Shared& shared, u32 iteration) { shared.tasks().wait_for(Tasks::PLACED, iteration); }
+DEVICE void wait_for_room(const Shared& shared, u32 iteration) {
+    if (!KEEPS) shared.tasks().wait_for(Tasks::PLACED, iteration);
+}
 DEVICE Stage room(const ForwardParams&, const Shared& shared, const Cursor&, u32, u32 iteration) {
     return {shared.tasks()[iteration].place};
 }

@@ -14,10 +14,11 @@ DEVICE bool has_values() { return HAS_OUTPUTS || slice() < V / BV; }
 constexpr int FETCHED = HAS_OUTPUTS ? PARTS : OUTPUT;  // parts of a chunk that the scan reads
 
 constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they are loaded
-// Chunks in shared memory, and their v.
-constexpr int SCAN_STAGES = HAS_OUTPUTS ? 3 : 4, VALUES = HAS_OUTPUTS ? 2 : 4;
+// Chunks in shared memory, and of how many the v and the outputs; with SAVES see saved_columns.cuh.
+constexpr int SCAN_STAGES = HAS_OUTPUTS ? 3 : 4, VALUES = !HAS_OUTPUTS ? 4 : SAVES ? 1 : 2;
+constexpr int OUTPUTS = SAVES ? 1 : 2;
 constexpr int SCAN_STAGE_BYTES = part_at(FETCHED);
-constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1);  // scanning, moving, and one that copies chunks
+constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1 + SAVES);  // scanning, moving, copying chunks, storing states
 
 // Outputs' scales are powers of two: in bf16, which has the range of fp32, what is rounded can be scaled by the moving
 // warps. The result is that of rounding last, unless either is below 2^-126 or what is rounded overflows.
@@ -25,13 +26,17 @@ template <class Type> constexpr bool HAS_RANGE = false;
 template <> constexpr bool HAS_RANGE<Bf16> = true;
 constexpr bool SCALES_LATE = HAS_RANGE<Io>;
 
+// With SAVES, bytes of every eighth column of a rounded state, and 16 so that eight neighbours have no bank conflicts.
+constexpr int COLUMNS_8 = BV / 8 * K * 2 + 16;
+
 struct ScanShared {
     static constexpr int STAGES = SCAN_STAGES, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
     static constexpr int AT_VALUES = STAGES * SCAN_STAGE_BYTES, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
-    static constexpr int AT_BARRIERS = AT_OUTPUTS + (HAS_OUTPUTS ? 2 * TOKENS : 0),
-                         MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
-    static constexpr int BYTES = MOVES + VALUES * 8;
+    static constexpr int AT_STATE = AT_OUTPUTS + (HAS_OUTPUTS ? OUTPUTS * TOKENS : 0),
+                         STATE = SAVES ? 8 * COLUMNS_8 : 0;
+    static constexpr int AT_BARRIERS = AT_STATE + STATE, MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
+    static constexpr int BYTES = MOVES + (VALUES + 4 * SAVES) * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * SCAN_STAGE_BYTES}; }
     // All parts of a chunk and its v.
@@ -41,8 +46,17 @@ struct ScanShared {
 
     // Between the scanning and the moving warps: a chunk's v and o, [64, BV].
     DEVICE unsigned char* values(u32 count) const { return base + AT_VALUES + count % VALUES * TOKENS; }
-    DEVICE unsigned char* outputs(u32 count) const { return base + AT_OUTPUTS + count % 2 * TOKENS; }
+    DEVICE unsigned char* outputs(u32 count) const { return base + AT_OUTPUTS + count % OUTPUTS * TOKENS; }
     DEVICE u64* moved(u32 count) const { return reinterpret_cast<u64*>(base + MOVES) + count % VALUES; }
+    // With SAVES, see saved_columns.cuh.
+    DEVICE u64* all_taken() const { return reinterpret_cast<u64*>(base + MOVES) + VALUES; }
+    DEVICE u64* state_there() const { return all_taken() + 1; }
+    DEVICE u64* state_taken() const { return all_taken() + 2; }
+    DEVICE u32* chunks() const { return reinterpret_cast<u32*>(all_taken() + 3); }  // of this CTA group
+    // A column's channels in the rounded state at a chunk's start.
+    DEVICE unsigned char* state(int column) const {
+        return base + AT_STATE + column % 8 * COLUMNS_8 + column / 8 * (K * 2);
+    }
 
     // warps of a CTA that release a part; moving warps read the outputs' scale
     static DEVICE constexpr int releases(int part) { return part == OUTPUT && SCALES_LATE ? WARPS + MOVERS : WARPS; }
@@ -53,6 +67,8 @@ struct ScanShared {
             for (int part = 0; part < PARTS; part++) mbarrier_init(empty(part, i), RANKS * releases(part));
         }
         for (int i = 0; i < VALUES; i++) mbarrier_init(moved(i), WARPS);
+        if (SAVES)
+            mbarrier_init(all_taken(), MOVERS), mbarrier_init(state_there(), WARPS), mbarrier_init(state_taken(), 1);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
 #endif
@@ -121,6 +137,10 @@ DEVICE void scale_outputs(Lane lane, Sums<CHUNK>& O, const float* scale) {
         O[i][0] *= by.x, O[i][1] *= by.y, O[i][2] *= by.x, O[i][3] *= by.y;
     }
 }
+
+#if SAVES
+#include "saved_columns.cuh"
+#endif
 
 // Round O for the moving warps.
 DEVICE void store_outputs(Lane lane, const Sums<CHUNK>& O, const ScanShared& shared, u32 count) {
@@ -237,13 +257,19 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
     Place at = {0, 0, 0};
     Tiles tiles;
-    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+    tiles.start(p, cta_group());
+    Carried x;
+    const u32 all = SAVES ? *shared.chunks() : 0;
+    if (SAVES && all > 0) enter(lane, x, shared, at, false), signal(lane, shared.moved(0));
+    for (; tiles.valid(p); tiles.skip(p)) {
         const WorkTile tile = tiles.at(p);
-        Carried x;
         begin_tile(lane, x.state, p, tiles, column);
         as_operand<K>(x.S, x.state.S);
-        if (!PACKED || tile.length > 0) enter(lane, x, shared, at, false);
+        if (!SAVES && (!PACKED || tile.length > 0)) enter(lane, x, shared, at, false);
         const int chunks = tiles.in_run();
+#if SAVES
+        if (chunks > 0) give_state(lane, x.S, shared, at.count);
+#endif
         Checkpoints checkpoints;
         if constexpr (CHECKPOINTS) checkpoints.start(lane, p, tiles, tile, column);
         for (int left = chunks; left > 0; left--) {
@@ -266,12 +292,19 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             wgmma_wait<1>();
             fence_operand(x.state.S);
             as_operand<K>(x.S, x.state.S);
-            if (left > 1) enter(lane, x, shared, next, next_there);
+            if (SAVES ? next.count < all : left > 1) enter(lane, x, shared, next, next_there);
+#if SAVES
+            else mbarrier_wait(shared.all_taken(), 0);
+            if (left > 1) give_state(lane, x.S, shared, next.count);
+#endif
             wgmma_wait<0>();
             fence_operand(O);
             if constexpr (!SCALES_LATE) scale_outputs(lane, O, shared.stage(at.stage).scale());
+#if SAVES
+            give_errors(lane, E, shared, at.count);
+#endif
             store_outputs(lane, O, shared, at.count);
-            signal(lane, shared.moved(at.count));
+            signal(lane, shared.moved(at.count + SAVES));
             release(lane, shared, UPDATE, at);
             release(lane, shared, OUTPUT, at);
             at = next;
@@ -280,158 +313,4 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
         if (CHECKPOINTS && chunks > 0 && is_whole) checkpoints.store(lane, x.state);
         end_tile(lane, x.state, p, tiles, tile, column);
     }
-}
-
-// ---------------------------------------------------------------- the moving warps
-
-DEVICE void give_values(Lane lane, const Rows& v, const ScanShared& shared, u32 count) {
-    Rows::each(lane, [&](int i, int token, int piece) {
-        *reinterpret_cast<uint4*>(shared.values(count) + token_at(token, piece)) = v.x[i];
-    });
-    signal(lane, shared.full(count));
-}
-
-// A warp's outputs of a chunk.
-struct OutputRows : Rows {
-    DEVICE void take(Lane lane, const unsigned char* from, const float (&scale)[4]) {
-        each(lane, [&](int i, int token, int piece) {
-            x[i] = *reinterpret_cast<const uint4*>(from + token_at(token, piece));
-            if constexpr (SCALES_LATE) {
-                const u32 by = Io::pack(scale[i], scale[i]);
-                x[i] = make_uint4(Io::multiply(x[i].x, by), Io::multiply(x[i].y, by), Io::multiply(x[i].z, by),
-                                  Io::multiply(x[i].w, by));
-            }
-        });
-    }
-    DEVICE void store(Lane lane, u16* to, i64 stride, int tokens) const {
-        each(lane, [&](int i, int token, int piece) {
-            if (token < tokens) store_once(to + token * stride + 8 * piece, x[i]);
-        });
-    }
-};
-
-// Bring a warp's rows of v into L2.
-DEVICE void prefetch_rows(Lane lane, const u16* from, i64 stride, int tokens) {
-    constexpr int LINES = BV / 64;  // of 128 bytes in a row
-    const int token = 16 * lane.warp + lane.id / LINES;
-    if (lane.id < 16 * LINES && token < tokens) prefetch(from + token * stride + lane.id % LINES * 64);
-}
-
-// Read a chunk's scale, which the scanning warps have waited for, unless it is a tile's first.
-DEVICE void take_scale(Lane lane, float (&scale)[4], const ScanShared& shared, u32 count) {
-    if constexpr (SCALES_LATE) {
-        mbarrier_wait(shared.full(count), phase_of(count));
-        Rows::each(lane, [&](int i, int token, int) { scale[i] = shared.stage(count).scale()[token]; });
-        release(lane, shared, OUTPUT, count);
-    }
-}
-
-// When the scanning warps have stored o of a chunk, they have read v of the next one.
-DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
-    const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
-    u32 count = 0;
-    PlainTiles tiles;
-    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
-        const WorkTile tile = tiles.at(p);
-        const int chunks = tiles.in_run(), before = tiles.first * CHUNK, tokens = tile.length - before;
-        i64 at = tile.row(p, before) * V + slice() * BV;
-        Rows next;
-        for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, p.v + at + i * step, stride, tokens - i * CHUNK);
-        for (int i = 0; i < min(chunks, 3); i++) {
-            next.load(lane, p.v + at + i * step, stride, tokens - i * CHUNK);
-            if (i < 2) give_values(lane, next, shared, count + i);
-        }
-        float scale[4];
-        take_scale(lane, scale, shared, count);
-        for (int i = 0; i < chunks; i++, count++, at += step) {
-            wait_in_turn(shared.moved(count), count);
-            OutputRows o;
-            o.take(lane, shared.outputs(count), scale);
-            if (i + 2 < chunks) give_values(lane, next, shared, count + 2);
-            if (i + 1 < chunks) take_scale(lane, scale, shared, count + 1);
-            if (i + 3 < chunks) next.load(lane, p.v + at + 3 * step, stride, tokens - (i + 3) * CHUNK);
-            prefetch_rows(lane, p.v + at + AHEAD * step, stride, tokens - (i + AHEAD) * CHUNK);
-            o.store(lane, p.o + at, stride, tokens - i * CHUNK);
-        }
-    }
-}
-
-// Packed sequences: v is loaded across tiles, which may have few chunks. When the scanning warps have stored o of a chunk,
-// they have read its v, so the v of the second chunk after it can take its place.
-DEVICE void move_packed_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
-    const i64 stride = i64(p.HV) * V;
-    PackedChunks at, loaded, prefetched;
-    at.start(p, cta_group());
-    if (!at.valid(p)) return;
-    loaded = prefetched = at;
-    const auto prefetch = [&] {
-        if (!prefetched.valid(p)) return;
-        prefetch_rows(lane, p.v + prefetched.row(p), stride, prefetched.tokens());
-        prefetched.skip(p);
-    };
-    for (int i = 0; i < AHEAD; i++) prefetch();
-    Rows next;
-    u32 loads = 0;
-    const auto load = [&] {
-        if (!loaded.valid(p)) return;
-        next.load(lane, p.v + loaded.row(p), stride, loaded.tokens());
-        loaded.skip(p), loads++;
-    };
-    for (u32 i = 0; i < 3; i++) {
-        load();
-        if (i < 2 && i < loads) give_values(lane, next, shared, i);
-    }
-    float scale[4];
-    take_scale(lane, scale, shared, 0);
-    for (u32 count = 0; at.valid(p); count++, at.skip(p)) {
-        wait_in_turn(shared.moved(count), count);
-        OutputRows o;
-        o.take(lane, shared.outputs(count), scale);
-        if (count + 2 < loads) give_values(lane, next, shared, count + 2);
-        if (count + 1 < loads) take_scale(lane, scale, shared, count + 1);
-        load();
-        prefetch();
-        o.store(lane, p.o + at.row(p), stride, at.tokens());
-    }
-}
-
-// ---------------------------------------------------------------- the warp that copies chunks
-
-// Copy chunk `count` of the group when it is prepared and its stage is free. `ready` is the number of chunks known to be
-// prepared; return the new number.
-DEVICE u32 fetch_chunk(Lane lane, const ForwardParams& p, const ScanShared& shared, Stage from, u32 count, u32 ready) {
-    const int group = cta_group();
-    if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
-    if (lane.id == 0) {
-#if __CUDA_ARCH__ >= 900
-        fence_proxy_async_global();
-#endif
-        if (!KEEPS) from = ring_at(p, group, count);
-        if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
-        for (int part = 0; part < FETCHED; part++) {
-            expect(shared, part, count);
-            fetch(from, shared, part, count);
-        }
-        if (!KEEPS && count >= SCAN_STAGES) write_counter(consumed(p, group, slice()), count - SCAN_STAGES + 1);
-    }
-    warp_sync();
-    return ready;
-}
-
-DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& shared) {
-    u32 count = 0, ready = 0;
-#if PACKED
-    PackedChunks at;
-    for (at.start(p, cta_group()); at.valid(p); at.skip(p), count++)
-        ready = fetch_chunk(lane, p, shared, {}, count, ready);
-#else
-    PlainTiles tiles;
-    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
-        Stage kept = first_kept(p, tiles.index);
-        for (u32 chunk = tiles.first; chunk < tiles.end; chunk++, count++) {
-            ready = fetch_chunk(lane, p, shared, kept, count, ready);
-            kept.base += i64(p.HV) * STAGE_BYTES;
-        }
-    }
-#endif
 }

@@ -25,9 +25,9 @@ constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps sc
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
 constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, per CTA group
 constexpr bool PREPARES = SEGMENTS != LAST_SCAN;
-constexpr bool KEEPS = SAVES || SEGMENTS;              // each prepared chunk has a row of its own
-constexpr bool LANE_ORDER = BLOCK_ROLES && !SEGMENTS;  // of gamma, see gamma_at
-static_assert(!PACKED || BLOCK_ROLES && !KEEPS && !T_FP16 && !POOLED, "a packed chunk has no row of its own here");
+constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a row of its own
+constexpr bool LANE_ORDER = BLOCK_ROLES && !KEEPS;  // of gamma, see gamma_at
+static_assert(!PACKED || BLOCK_ROLES && !SEGMENTS && !POOLED);
 constexpr bool RECYCLES = SHARED_CHUNKS && !KEEPS;  // slots of the ring
 
 enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS + b: the warps of 16 tokens

@@ -1,7 +1,7 @@
 // The transition of a segment (transitions.cuh), by a scan with columns of V as rows of every MMA (scan_columns.cuh): the first
 // V / BV CTAs of a group scan v from the state 0, for B, the others no values from rows of I, for F.
 #pragma once
-#include "scan_columns.cuh"
+#include "moving_columns.cuh"
 
 // The warp's rows of I.
 DEVICE void set_identity(Lane lane, State& state, int first) {

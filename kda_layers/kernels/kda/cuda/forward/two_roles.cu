@@ -6,9 +6,13 @@
 // stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
 // (scan_columns.cuh). All blocks must be resident, as they wait for each other.
 //
+// With SAVES every chunk has a row of its own in global memory instead, and the scan also saves V' and the state at each
+// chunk's start (saved_columns.cuh).
+//
 // Of long sequences that are cut into segments (segments.cu), the scan computes their transitions
 // (transition_columns.cuh).
 #include "transition_columns.cuh"
+#include "copying_columns.cuh"
 #include "preparing_block.cuh"
 
 constexpr int BLOCK_THREADS = (SEGMENTS == TRANSITIONS ? 4 : 3) * 128;
@@ -19,8 +23,8 @@ enum Role { PREPARE, INVERT, SCAN, MOVE, COPY, NONE };
 template <int role> DEVICE void registers() {
 #if HAS_SETMAXNREG
     constexpr bool transitions = SEGMENTS == TRANSITIONS;
-    if constexpr (role == PREPARE) setmaxnreg_inc<transitions ? 192 : PACKED ? 208 : 200>();
-    if constexpr (role == INVERT) setmaxnreg_dec<PACKED ? 88 : 104>();
+    if constexpr (role == PREPARE) setmaxnreg_inc<transitions ? 192 : PACKED && !SAVES ? 208 : 200>();
+    if constexpr (role == INVERT) setmaxnreg_dec<PACKED && !SAVES ? 88 : 104>();
     if constexpr (role == SCAN) setmaxnreg_inc<transitions ? 208 : 240>();
     if constexpr (role == MOVE && transitions) setmaxnreg_dec<64>();
     if constexpr (role == MOVE && !transitions) setmaxnreg_inc<192>();
@@ -29,21 +33,34 @@ template <int role> DEVICE void registers() {
 #endif
 }
 
+// With packed sequences ptxas recomputes the lane, for which it spills. It does not look through a shuffle; one before a role's
+// registers are there would spill, too.
+DEVICE void hold(Lane& lane) {
+    if (!PACKED || !SAVES) return;
+    const u32 thread = read_thread_index();
+    lane = {int(thread / 32), int(thread % 32)};
+}
+
 DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     const ScanShared shared{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
+        hold(lane);
         if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(lane, p, shared);
         else scan_columns(lane, p, shared);
     } else if (lane.warp < WARPS + MOVERS) {
         registers<MOVE>();
+        hold(lane);
         const Lane moving = {lane.warp - WARPS, lane.id};
-        if constexpr (PACKED) move_packed_rows(moving, p, shared);
+        if constexpr (PACKED || SAVES) move_rows_across_tiles(moving, p, shared);
         else if constexpr (SEGMENTS != TRANSITIONS) move_rows(moving, p, shared);
         else if (has_values()) move_values(moving, p, shared);
     } else {
         registers<COPY>();
         if (lane.warp == WARPS + MOVERS) fetch_chunks(lane, p, shared);
+#if SAVES
+        if (lane.warp == WARPS + MOVERS + 1) store_states(lane, p, shared);
+#endif
     }
 }
 
@@ -56,6 +73,7 @@ DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
         if (lane.warp < PREPARE_WARPS) prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
     } else if (lane.warp < 12) {
         registers<INVERT>();
+        hold(lane);
         if (lane.warp < 8 + INVERTERS) invert_chunks({lane.warp - 8, lane.id}, p, shared);
         else give_tasks(lane, p, shared);
     } else {
@@ -71,9 +89,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         if (scans) ScanShared{shared_memory()}.init_barriers();
         else Shared{shared_memory()}.init_barriers();
     }
+#if SAVES
+    // Through shared memory: what a shuffle returns is not known to be uniform, and branches on it serialise all wgmma
+    if (scans && lane.warp == 1) {
+        const u32 chunks = chunks_of_group(lane, p);
+        if (lane.id == 0) *ScanShared{shared_memory()}.chunks() = chunks;
+    }
+#endif
     block_or_cluster_sync(BLOCK_THREADS);
     // The shuffle keeps ptxas from recomputing the lane, which spills with wgmma; without wgmma, holding it spills
-    const u32 thread = PACKED && HAS_WGMMA ? read_thread_index() % 512 : threadIdx.x;
+    const u32 thread = PACKED && HAS_WGMMA && !SAVES ? read_thread_index() % 512 : threadIdx.x;
     if (scans) scan_block({int(thread / 32), int(thread % 32)}, p);
     else prepare_block(lane, p);
     block_or_cluster_sync(BLOCK_THREADS);

@@ -41,8 +41,9 @@ class Variant(NamedTuple):
     packed: bool  # sequences of any lengths
     checkpoints: bool
     cut: Cut | None = None  # of the transitions of sequences that are cut (segments.py)
-    T_fp16: bool = False  # with `cut`: also saves T' in fp16
+    T_fp16: bool = False  # with `cut` or `saves`: also saves T' in fp16
     head_gates: bool = False  # one gate for all channels of a head
+    saves: bool = False  # what the backward reads
 
     @property
     def source(self) -> str:
@@ -52,13 +53,14 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         transitions: dict[str, str | int] = {}
         if self.cut is not None:
-            transitions = {"BV": self.K, "CLUSTER": 1, "T_FP16": int(self.T_fp16), **self.cut.defines(TRANSITIONS)}
+            transitions = {"BV": self.K, "CLUSTER": 1, **self.cut.defines(TRANSITIONS)}
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
-            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1,
-            "LAST_TOKENS": spec.LAST_TOKENS, "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
-            "CHECKPOINTS": int(self.checkpoints), "HEAD_GATES": int(self.head_gates),
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": 0, "BLOCK_ROLES": 1,
+            "T_FP16": int(self.T_fp16), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
+            "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed), "CHECKPOINTS": int(self.checkpoints),
+            "HEAD_GATES": int(self.head_gates),
             **transitions,
         }  # fmt: skip
 
@@ -76,16 +78,20 @@ class Variant(NamedTuple):
         if self.cut is not None:
             read = 2 * CHUNK * (2 * self.K + CHUNK) + 4 * self.K  # of a prepared chunk
             return TRANSITION_STAGES * (read + 2 * CHUNK * self.K) + 8 * 5 * TRANSITION_STAGES
-        return SCAN_STAGES * spec.stage_bytes(self.K) + 4 * 2 * CHUNK * BV + 8 * (4 * SCAN_STAGES + 2)
+        prepared, barriers = SCAN_STAGES * spec.stage_bytes(self.K), 8 * (4 * SCAN_STAGES + 2)
+        if self.saves:
+            return prepared + 2 * 2 * CHUNK * BV + 2 * BV * self.K + 16 * 8 + barriers + 8 * 3
+        return prepared + 4 * 2 * CHUNK * BV + barriers
 
 
 def variant_for(
     K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, packed: bool = False,
-    checkpoints: bool = False,
+    checkpoints: bool = False, saves: bool = False, T_fp16: bool = False,
 ) -> Variant:  # fmt: skip
     """The variant for an arch with bulk copies."""
     has = ARCHS[arch]
-    return Variant(K, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, packed, checkpoints)
+    v = Variant(K, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, packed, checkpoints)
+    return v._replace(saves=saves, T_fp16=T_fp16)
 
 
 def variants(arch: int) -> Iterable[Variant]:
@@ -93,8 +99,9 @@ def variants(arch: int) -> Iterable[Variant]:
     if not ARCHS[arch].wgmma:
         return ()
     flags = (False, True)
-    choices = itertools.product(spec.TYPES, GATE_CODES, flags, flags, flags)
-    return spec.with_those_of_heads(variant_for(WIDTH, *choice[:3], arch, *choice[3:]) for choice in choices)
+    choices = itertools.product(spec.TYPES, GATE_CODES, flags, flags, flags, flags, flags)
+    found = (variant_for(WIDTH, *choice[:3], arch, *choice[3:]) for choice in choices)
+    return spec.with_those_of_heads(v for v in found if v.saves >= v.T_fp16 <= (v.dtype in spec.T_FP16))
 
 
 def serves(s: Signature, properties: Properties) -> list[str]:
@@ -102,8 +109,6 @@ def serves(s: Signature, properties: Properties) -> list[str]:
     reasons = general_reasons(s, properties)
     if s.rows is not None:
         reasons.append("states are in slots, needs kda")
-    if s.saves:
-        reasons.append("is saved for the backward, needs torch.no_grad()")
     return reasons or costs.unmeasured(costs.Work.of(s), properties.processors)
 
 
@@ -133,12 +138,24 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     processors, arch, _ = machine.properties(s.device)
     split = split_of(s, processors)
     assert split.groups <= (MOST_GROUPS_PACKED if s.packed else s.sequences * s.v_shape[2])
-    assert split.ring_slots > SCAN_STAGES, "a slot is free when its chunk was read, which is told SCAN_STAGES later"
-    v = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints)
+    v = variant_for(
+        s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints, s.saves, s.T_fp16
+    )
     v = v._replace(head_gates=s.head_gates)
     blocks = split.groups * v.slices + split.preparers
     launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=True)
+    if s.saves:  # rows of saved chunks replace the ring
+        split = split._replace(ring_slots=most_chunks(s, split.groups))
+    else:
+        assert split.ring_slots > SCAN_STAGES, "a slot is free when its chunk was read, which is told SCAN_STAGES later"
     # a ring and, unless the sequences are packed, a state that is handed over
-    group_bytes = split.ring_slots * spec.stage_bytes(v.K) + (0 if s.packed else 4 * v.K**2)
+    group_bytes = (0 if s.saves else split.ring_slots * spec.stage_bytes(v.K)) + (0 if s.packed else 4 * v.K**2)
     values = spec.values_of(s, s.sequences * s.v_shape[2], groups=split.groups, ring_slots=split.ring_slots)
-    return Plan((launch,), values, split.counters, split.groups * group_bytes)
+    return Plan((launch,), values, split.counters, split.groups * group_bytes, saves=s.saves)
+
+
+def most_chunks(s: Signature, groups: int) -> int:
+    """Return the most chunks of a CTA group; of packed sequences, whose lengths only the GPU knows, an upper bound."""
+    rows, HV = s.chunk_rows, s.v_shape[2]
+    # a group has at most so many heads of each packed sequence
+    return max(rows * -(-HV // groups), 1) if s.packed else -(-rows * HV // groups)
