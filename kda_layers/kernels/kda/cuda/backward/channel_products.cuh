@@ -35,22 +35,6 @@ DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const Gra
     }
 }
 
-// <S, dS> for each of a lane's channels.
-struct Through {
-    float x[2] = {};
-
-    template <int steps> DEVICE void add(const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
-        #pragma unroll
-        for (int s = 0; s < steps; s++) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float2 a = Io::unpack(S[s][i]), b = Io::unpack(dS[s][i]);
-                x[i % 2] += a.x * b.x + a.y * b.y;
-            }
-        }
-    }
-};
-
 // Replaces the MMAs' operands.
 DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const Through& through, const Shared& shared,
                             float scale) {
@@ -64,11 +48,8 @@ DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const
                 make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
         }
     }
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const float sum = over_tokens(through.x[c]);
-        if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum;
-    }
+    float* to = shared.through(lane.warp, lane.half, 0) + lane.id / 4;
+    if (Through::here(lane)) to[0] = through.x[0], to[8] = through.x[1];
 }
 
 // Of 8 tokens; of block b.
