@@ -22,16 +22,16 @@ DEVICE void sum_inner(Lane lane, const Shared& shared, const VectorGradients& d,
     float low = keep(lane, 8, octet[0], octet[1]), high = keep(lane, 8, octet[2], octet[3]);
     float sum = keep(lane, 16, low, high);
     int g = lane.id / 4;
-    shared.inner_parts(lane.warp)[4 * (8 * b + 4 * (g % 2) + lane.id % 4) + 2 * (g / 4) + g / 2 % 2] = sum;
+    shared.inner_parts(lane.warp, b)[4 * (4 * (g % 2) + lane.id % 4) + 2 * (g / 4) + g / 2 % 2] = sum;
 }
 
 // Through the norms of block b: dq <- |q|^-1 (dq - q <q, dq>), and so dk.
 DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Fragment (&q)[2], const Fragment (&k)[2],
                           const Shared& shared, int b) {
-    float* sums = shared.inner(lane.warp, lane.half);
+    float* sums = shared.inner(lane.warp, b);
     float sum = 0.f;
     #pragma unroll
-    for (int w = 0; w < CHANNEL_WARPS; w++) sum += shared.inner_parts(w)[32 * b + lane.id];
+    for (int w = 0; w < CHANNEL_WARPS; w++) sum += shared.inner_parts(w, b)[lane.id];
     sums[lane.id] = sum;
     warp_sync();
     #pragma unroll
@@ -96,11 +96,11 @@ template <int b> DEVICE void replace_block(const GradientsParams& p, const Share
 // The gradients of block b's q, k, which are loaded, and gate logits.
 DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2], Fragment (&k)[2],
                             const GradientsParams& p, const Shared& shared, const WorkTile& tile, int b) {
-    Fragment e[2], d_g[2];
-    load_decays(lane, e, p, shared, tile.chunk.tokens, b);
+    Fragment d_g[2];
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Writes writes;
-    within_block(lane, d_g, writes, d, e, q, k, shared, b);
+    within_block(lane, d_g, writes, d, q, k, shared, b);
+    warp_sync();  // all lanes have read what these sums replace
     sum_writes(lane, shared.writes(lane.warp), writes, b);
     add_sums(d, p, tile, b);
     if (p.qk_l2norm && tile.last(p)) sum_inner(lane, shared, d, q, k, b);
@@ -113,7 +113,7 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
                             const WorkTile& next) {
     #pragma unroll 1
     for (int i = 0; i < HALF_BLOCKS; i++) {
-        VectorGradients d = {};
+        VectorGradients d;
         Fragment q[2], k[2];
         lane.opt_barrier();
         block_gradients(lane, d, q, k, p, shared, tile, HALF_BLOCKS * lane.half + i);
@@ -122,7 +122,11 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         const int b = HALF_BLOCKS * lane.half + i;
         if (next.valid()) {
             if (i == 0) replace_block<0>(p, shared, next), replace_block<HALF_BLOCKS>(p, shared, next);
-            else replace_block<1>(p, shared, next), replace_block<HALF_BLOCKS + 1>(p, shared, next);
+            else {
+                replace_block<1>(p, shared, next), replace_block<HALF_BLOCKS + 1>(p, shared, next);
+                copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(p, shared,
+                                                                 next);  // in the place of the first blocks' decays
+            }
         }
         if (!tile.last(p)) continue;
         if (p.qk_l2norm) through_norms(lane, d, q, k, shared, b);
@@ -134,10 +138,9 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
 DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
                             const WorkTile& next) {
     chunk_products(lane, p, shared);
-    if (next.valid()) copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(p, shared, next);
     lane.opt_barrier();
     if (tile.first()) find_norms(lane, p, shared);
-    exchange_decays(lane, p, shared, tile.chunk.tokens);
+    store_decays(lane, p, shared, tile.chunk.tokens);
     lane.opt_barrier();
     between_blocks(lane, shared);
     lane.opt_barrier();

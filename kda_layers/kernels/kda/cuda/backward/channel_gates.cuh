@@ -16,11 +16,28 @@ DEVICE void add_gate_gradients(HalfLane lane, const Shared& shared, float d_A_lo
     if (lane.id == 0) to = adds ? to + d_A_log : d_A_log;
 }
 
+// Nothing passes through a decay of SMALLEST_DECAY or less. But the sums over pairs that it parts leave their rounding in the
+// gradient of its logarithm, by which the gradient of A_log would multiply it.
+struct Resets {
+    float limit;  // of the logit
+
+    DEVICE explicit Resets(float rate) {
+        const float smallest = 24.f / LOG2_E / rate;  // softplus of the logit
+        limit = smallest + log2_fast(1.f - exp2_fast(-smallest * LOG2_E)) / LOG2_E;
+    }
+    DEVICE bool at(float x) const {
+        if constexpr (GATE == LOWER_BOUND) return false;
+        return GATE == SOFTPLUS ? x > limit : x < -24.f / LOG2_E;
+    }
+};
+
 // From the gradients of log-decays to those of logits, which replace the logits.
 DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams& p, const Shared& shared,
                           const WorkTile& tile, int b) {
     Fragment logits[2];
-    const GateGradients<GATE> gates(rate_of_gates(shared), p.lower_bound);
+    const float rate = rate_of_gates(shared);
+    const GateGradients<GATE> gates(rate, p.lower_bound);
+    const Resets resets(rate);
     float d_A_log = 0.f, d_bias[2] = {};
     warp_sync();  // keeps the loads from being hoisted: registers are few
     load_logits(lane, logits, shared, b);
@@ -32,8 +49,9 @@ DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const bool valid = token_of(lane, b, o, i) < tile.chunk.tokens;
-            const float x = gates.logit(d_A_log, g[o][i], logits[o][i] + bias[i / 2], valid);
+            const float logit = logits[o][i] + bias[i / 2];
+            const bool passes = token_of(lane, b, o, i) < tile.chunk.tokens && !resets.at(logit);
+            const float x = gates.logit(d_A_log, g[o][i], logit, passes);
             d_bias[i / 2] += x;
             g[o][i] = x;
             if constexpr (G_FP32)

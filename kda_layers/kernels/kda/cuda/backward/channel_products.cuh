@@ -70,10 +70,6 @@ DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)
 // What a lane's tokens write: [octet][token 2 t, 2 t + 1], summed over its channels.
 using Writes = float[2][2];
 
-DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true) {
-    if (writes) to[0] += terms[0] + terms[2], to[1] += terms[1] + terms[3];
-}
-
 // Sums of block b's tokens over a warp's channels, to [64] in shared memory.
 DEVICE void sum_writes(Lane lane, float* to, const Writes& x, int b) {
     const float low = keep(lane, 4, x[0][0], x[1][0]), high = keep(lane, 4, x[0][1], x[1][1]);

@@ -71,9 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
         ChunkFinder finder = {0, 0};
         shared.tile() = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
     }
-#if !HEAD_GATES
-    if (lane.half == 1) store_patterns(lane, shared);
-#endif
     block_sync();
     if (tile.valid()) {
         copy_inputs<0, INPUT_SHARES>(p, shared, tile), cp_async_commit();

@@ -100,9 +100,10 @@ constexpr int SHARE = 16 * THREADS, SHARE_ROWS = SHARE / PANEL_ROW;
 constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
 constexpr int STATE_SHARES = STATE / SHARE, TOKEN_SHARES = KEYS / SHARE;
 constexpr int INPUT_SHARES = 2 * STATE_SHARES + 3 * TOKEN_SHARES;  // operands of the MMAs
-// With gates of channels, the MMAs' results for 16 tokens replace so many shares.
-constexpr int BLOCK_SHARES = HEAD_GATES ? 0 : 3;
-constexpr int INPUTS = (INPUT_SHARES > BLOCKS * BLOCK_SHARES ? INPUT_SHARES : BLOCKS * BLOCK_SHARES) * SHARE;
+// With gates of channels, the MMAs' results for each 16 tokens replace so many shares, and behind them a share of decays.
+constexpr int BLOCK_SHARES = HEAD_GATES ? 0 : 3, DECAY_SHARES = HEAD_GATES ? 0 : BLOCKS;
+constexpr int RESULT_SHARES = BLOCKS * BLOCK_SHARES + DECAY_SHARES;
+constexpr int INPUTS = (INPUT_SHARES > RESULT_SHARES ? INPUT_SHARES : RESULT_SHARES) * SHARE;
 constexpr int HALF_ROWS = CHUNK / HALVES * PANEL_ROW;  // bytes of a half's tokens in a panel
 static_assert(STATE_SHARES % PANELS == 0 && TOKEN_SHARES % PANELS == 0, "a share is of one panel");
 
