@@ -25,14 +25,15 @@ DEVICE void sum_inner(Lane lane, const Shared& shared, const VectorGradients& d,
     shared.inner_parts(lane.warp, b)[4 * (4 * (g % 2) + lane.id % 4) + 2 * (g / 4) + g / 2 % 2] = sum;
 }
 
-// Through the norms of block b: dq <- |q|^-1 (dq - q <q, dq>), and so dk.
+// Through the norms of block b: dk <- |k|^-1 (dk - k <k, dk>), and so dq, where q and its norm have the scale.
 DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Fragment (&q)[2], const Fragment (&k)[2],
-                          const Shared& shared, int b) {
+                          const GradientsParams& p, const Shared& shared, int b) {
     float* sums = shared.inner(lane.warp, b);
     float sum = 0.f;
     #pragma unroll
     for (int w = 0; w < CHANNEL_WARPS; w++) sum += shared.inner_parts(w, b)[lane.id];
-    sums[lane.id] = sum;
+    // Finite, so that 0 times it is 0.
+    sums[lane.id] = lane.id & 2 ? sum : sum * fminf(reciprocal(p.scale * p.scale), LARGEST);
     warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {
@@ -46,6 +47,11 @@ DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Fragment (&q)
             d.k[o][i] = (i % 2 ? k_norm.y : k_norm.x) * (d.k[o][i] - k[o][i] * (i % 2 ? inner.w : inner.z));
         }
     }
+}
+
+DEVICE void scale_queries(VectorGradients& d, float scale) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) d.q[i / 4][i % 4] *= scale;
 }
 
 // A thread's sums over the value heads of a group, of block b: in global memory, as all registers are in use, and
@@ -74,7 +80,7 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const 
 }
 
 // The triangles' gradients, and gradients as the state sees them.
-DEVICE void chunk_products(HalfLane lane, const GradientsParams& p, const Shared& shared) {
+DEVICE void chunk_products(HalfLane lane, const Shared& shared) {
     Triangles triangles;
     StateGradients by_state;
     Through through;
@@ -82,10 +88,10 @@ DEVICE void chunk_products(HalfLane lane, const GradientsParams& p, const Shared
     by_state.multiply(lane, shared, through);
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
-    store_triangles(lane, triangles, p, shared);
+    store_triangles(lane, triangles, shared);
     cp_async_wait<0>();
     block_sync();  // the operands are read, and tokens are there
-    store_gradients(lane, by_state, through, shared, p.scale);
+    store_gradients(lane, by_state, through, shared);
 }
 
 // Those that take the place of what block b's results took.
@@ -129,7 +135,8 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
             }
         }
         if (!tile.last(p)) continue;
-        if (p.qk_l2norm) through_norms(lane, d, q, k, shared, b);
+        if (p.qk_l2norm) through_norms(lane, d, q, k, p, shared, b);
+        else scale_queries(d, p.scale);
         store_block(lane, shared.q(), d.q, b), store_block(lane, shared.k(), d.k, b);
     }
     cp_async_commit();
@@ -137,9 +144,9 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
 
 DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
                             const WorkTile& next) {
-    chunk_products(lane, p, shared);
+    chunk_products(lane, shared);
     lane.opt_barrier();
-    if (tile.first()) find_norms(lane, p, shared);
+    if (tile.first()) find_norms(lane, p, shared, p.scale);
     store_decays(lane, p, shared, tile.chunk.tokens);
     lane.opt_barrier();
     between_blocks(lane, shared);

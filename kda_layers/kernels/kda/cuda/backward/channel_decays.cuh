@@ -2,7 +2,7 @@
 #pragma once
 #include "fragments.cuh"
 
-// q or k of block b, normalised with qk_l2norm.
+// q, times the scale of the scores, or k of block b, normalised with qk_l2norm.
 DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matrix, const float* norms, int b) {
     load_block(lane, x, matrix, b);
     #pragma unroll
@@ -70,11 +70,11 @@ struct Decays {
 };
 
 // x times decays from block b's start, or to its end.
-DEVICE void decay_from_start(Fragment (&x)[2], const Decays& d) {
+DEVICE void decay_from_start(Fragment (&x)[2], const Decays& d, float sign) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int c = i / 2;
-        x[0][i] *= d.from_anchor[0][i] * d.start[c], x[1][i] *= d.from_anchor[1][i] * (d.start[c] * d.gap[c]);
+        const float start = sign * d.start[i / 2];
+        x[0][i] *= d.from_anchor[0][i] * start, x[1][i] *= d.from_anchor[1][i] * (start * d.gap[i / 2]);
     }
 }
 DEVICE void decay_to_end(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {

@@ -112,8 +112,8 @@ DEVICE void multiply_earlier(HalfLane lane, const Shared& shared, PerBlock& thro
     lane.opt_barrier();
     Fragment k[2], q[2], queries[2], readers[2];
     const Decays decays(lane, shared, b);
-    load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_from_start(k, decays);
-    load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_from_start(q, decays);
+    load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_from_start(k, decays, -1.f);
+    load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_from_start(q, decays, 1.f);
     load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
     #pragma unroll
     for (int j = 0; j < b; j++) {
@@ -204,11 +204,11 @@ struct Corner {
 
 // 8 tokens that read and write, with their decays from and to the anchor.
 struct Anchored {
-    Fragment by_q, by_k, writer;  // q and k as readers, k as writer
+    Fragment by_q, by_k, writer;  // q and -k as readers, k as writer
 
     DEVICE void read(const Fragment& from_anchor, const Fragment& q, const Fragment& k) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) by_q[i] = from_anchor[i] * q[i], by_k[i] = from_anchor[i] * k[i];
+        for (int i = 0; i < 4; i++) by_q[i] = from_anchor[i] * q[i], by_k[i] = -(from_anchor[i] * k[i]);
     }
     DEVICE void write(const Fragment& to_anchor, const Fragment& k) {
         #pragma unroll
@@ -258,7 +258,7 @@ DEVICE void within_octet(Lane lane, Fragment& d_g, float (&writes)[2], VectorGra
         const float by_q = own * k[o][i], by_k = own * q[o][i], write = d.written(x, i);
         writes[i % 2] += write + by_q * q[o][i], pairs[i] += d.read(x, i) - write;
         to.q[o][i] = from_anchor[i] * d.by_q[i] + by_q;
-        to.k[o][i] = from_anchor[i] * d.by_k[i] + (to_anchor[i] * d.writer[i] + by_k);
+        to.k[o][i] = to_anchor[i] * d.writer[i] - from_anchor[i] * d.by_k[i] + by_k;
     }
     multiply(d_g, pairs, passing.pairs);
 }

@@ -1,21 +1,21 @@
 // What the MMAs over a chunk leave in shared memory with gates of channels: the triangles' gradients, and gradients
-// through the state, from which channel_pairs.cuh goes on.
+// through the state, from which channel_pairs.cuh goes on. The scale of dO' is left to q, which load_vectors gives it, and
+// the sign of dL and dKg to the keys that read: here are dAqk and dQg of dO, -dL and -dKg.
 #pragma once
 #include "channel_decays.cuh"
 #include "products.cuh"
 
-// Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
+// Of dAqk; or <bX, V'>, for beta's gradient.
 DEVICE void store_diagonal(float x, bool L, const Shared& shared, int token) {
-    if (L) shared.betas()[token].x = -x;
+    if (L) shared.betas()[token].x = x;
     else shared.diagonal()[token] = x;
 }
 
 // Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
-DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const GradientsParams& p, const Shared& shared) {
+DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const Shared& shared) {
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) {
         const bool L = Triangles::is_L(lane, i);
-        const float factor = L ? -1.f : p.scale;
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = Triangles::row_of(lane, r);
@@ -23,7 +23,7 @@ DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const Gra
             #pragma unroll
             for (int o = 0; o < OCTETS; o++) {
                 const int j = OCTETS * lane.half + o;
-                float a = triangles.x[i][o][2 * r] * factor, b = triangles.x[i][o][2 * r + 1] * factor;
+                const float a = triangles.x[i][o][2 * r], b = triangles.x[i][o][2 * r + 1];
                 if (j == row) own = lane.id / 4 % 2 ? b : a;
                 float* to = L ? shared.dL(row, j) : shared.dA(row, j);
                 if (j <= row)
@@ -36,16 +36,14 @@ DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const Gra
 }
 
 // Replaces the MMAs' operands.
-DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const Through& through, const Shared& shared,
-                            float scale) {
+DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const Through& through,
+                            const Shared& shared) {
     #pragma unroll
     for (int which = 0; which < 3; which++) {
-        const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
         #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
             const Fragment& y = by_state.x[which][o];
-            shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] =
-                make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
+            shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] = make_float4(y[0], y[1], y[2], y[3]);
         }
     }
     float* to = shared.through(lane.warp, lane.half, 0) + lane.id / 4;

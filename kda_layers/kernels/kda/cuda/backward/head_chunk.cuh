@@ -148,7 +148,7 @@ DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         if (next.valid()) copy_inputs<0, INPUT_SHARES>(p, shared, next);
         cp_async_commit();
         lane.opt_barrier();
-        if (tile.first()) find_norms(lane, p, shared);
+        if (tile.first()) find_norms(lane, p, shared, 1.f);
         find_decays(lane, p, shared, tile.chunk.tokens);
         block_sync();
         lane.opt_barrier();

@@ -119,9 +119,9 @@ DEVICE float keep(Lane lane, int mask, float low, float high) {
     return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
 }
 
-// 1 / |q| and 1 / |k|, or 1 without qk_l2norm: of 8 tokens at a time the diagonal of their products with each other, by
+// q_scale / |q| and 1 / |k|, or q_scale and 1 without qk_l2norm: of 8 tokens at a time the diagonal of their products with each other, by
 // MMAs, which take an eighth of the instructions that sums of squares would.
-DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& shared) {
+DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& shared, float q_scale) {
     #pragma unroll
     for (int i = 0; i < 2 * CHUNK / 8 / WARPS; i++) {
         const int which = lane.half, octet = i * CHANNEL_WARPS + lane.warp;
@@ -137,6 +137,6 @@ DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& sh
         if (lane.id % 4 != token / 2) continue;
         const float square = token % 2 ? sums[0][1] + sums[1][1] : sums[0][0] + sums[1][0];
         (which ? shared.k_norms() : shared.q_norms())[8 * octet + token] =
-            p.qk_l2norm ? rsqrt_fast(square + 1e-6f) : 1.f;
+            (which ? 1.f : q_scale) * (p.qk_l2norm ? rsqrt_fast(square + 1e-6f) : 1.f);
     }
 }
