@@ -95,8 +95,9 @@ DEVICE void chunk_products(HalfLane lane, const Shared& shared) {
 }
 
 // Those that take the place of what block b's results took.
-template <int b> DEVICE void replace_block(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    copy_inputs<b * BLOCK_SHARES, (b + 1) * BLOCK_SHARES>(p, shared, tile);
+template <int b>
+DEVICE void replace_block(Place at, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    copy_inputs<b * BLOCK_SHARES, (b + 1) * BLOCK_SHARES>(at, p, shared, tile);
 }
 
 // The gradients of block b's q, k, which are loaded, and gate logits.
@@ -127,10 +128,11 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         lane.opt_barrier();
         const int b = HALF_BLOCKS * lane.half + i;
         if (next.valid()) {
-            if (i == 0) replace_block<0>(p, shared, next), replace_block<HALF_BLOCKS>(p, shared, next);
+            const Place at = Place::of_thread();
+            if (i == 0) replace_block<0>(at, p, shared, next), replace_block<HALF_BLOCKS>(at, p, shared, next);
             else {
-                replace_block<1>(p, shared, next), replace_block<HALF_BLOCKS + 1>(p, shared, next);
-                copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(p, shared,
+                replace_block<1>(at, p, shared, next), replace_block<HALF_BLOCKS + 1>(at, p, shared, next);
+                copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(at, p, shared,
                                                                  next);  // in the place of the first blocks' decays
             }
         }

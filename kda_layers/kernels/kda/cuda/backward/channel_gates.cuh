@@ -62,7 +62,7 @@ DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams
     add_gate_gradients(lane, shared, d_A_log, d_bias, b);
 }
 
-DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void store_logits(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
@@ -75,12 +75,12 @@ DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const W
             }
         }
     } else {
-        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
+        store_rows(place, reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
     }
 }
 
 // d_A_log, d_dt_bias and d_g, from shared memory.
-DEVICE void store_gates(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void store_gates(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     if (p.d_A_log && threadIdx.x == 0) {
         float sum = 0.f;
         for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
@@ -89,15 +89,15 @@ DEVICE void store_gates(const GradientsParams& p, const Shared& shared, const Wo
     const u32 channel = thread();
     if (p.d_dt_bias && channel < K)
         p.d_dt_bias[tile.chunk_row * K + channel] = shared.d_bias(0)[channel] + shared.d_bias(1)[channel];
-    store_logits(p, shared, tile);
+    store_logits(place, p, shared, tile);
 }
 
 // Copy the gate's parameters and logits and, with a key head's first value head, q and k.
-DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void copy_tokens(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const int tokens = tile.chunk.tokens, head = tile.head(p), channel = int(thread());
     if (channel < K) cp_async_4(shared.bias() + channel, p.dt_bias + head * K + channel, p.dt_bias);
     else if (channel == K) cp_async_4(shared.A_log(), p.A_log + head, p.A_log);
-    if (tile.first()) copy_keys(p, shared, tile, tokens);
+    if (tile.first()) copy_keys(place, p, shared, tile, tokens);
     const Logit* g = static_cast<const Logit*>(p.g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
@@ -107,6 +107,6 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
             cp_async_16(shared.g() + (row * FP32_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
-        copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
+        copy_rows(place, shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
 }

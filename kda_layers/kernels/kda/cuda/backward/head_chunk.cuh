@@ -145,7 +145,7 @@ DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
         fence_proxy_async_shared();
         block_sync();  // the operands are read, and tokens are there
-        if (next.valid()) copy_inputs<0, INPUT_SHARES>(p, shared, next);
+        if (next.valid()) copy_inputs<0, INPUT_SHARES>(Place::of_thread(), p, shared, next);
         cp_async_commit();
         lane.opt_barrier();
         if (tile.first()) find_norms(lane, p, shared, 1.f);
