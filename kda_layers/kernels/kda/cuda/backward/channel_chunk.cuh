@@ -101,7 +101,7 @@ DEVICE void replace_block(Place at, const GradientsParams& p, const Shared& shar
 }
 
 // The gradients of block b's q, k, which are loaded, and gate logits.
-DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2], Fragment (&k)[2],
+DEVICE void block_gradients(HalfLane lane, VectorGradients& d, GateSums& sums, Fragment (&q)[2], Fragment (&k)[2],
                             const GradientsParams& p, const Shared& shared, const WorkTile& tile, int b) {
     Fragment d_g[2];
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
@@ -111,19 +111,20 @@ DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2],
     sum_writes(lane, shared.writes(lane.warp), writes, b);
     add_sums(d, p, tile, b);
     if (p.qk_l2norm && tile.last(p)) sum_inner(lane, shared, d, q, k, b);
-    finish_logits(lane, d_g, p, shared, tile, b);
+    finish_logits(lane, d_g, sums, p, shared, tile, b);
     keep_sums(d, p, tile, b);
 }
 
 // The gradients of the q, k and gate logits of a half's blocks; the next work tile's operands replace what was read.
 DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
                             const WorkTile& next) {
+    GateSums sums;
     #pragma unroll 1
     for (int i = 0; i < HALF_BLOCKS; i++) {
         VectorGradients d;
         Fragment q[2], k[2];
         lane.opt_barrier();
-        block_gradients(lane, d, q, k, p, shared, tile, HALF_BLOCKS * lane.half + i);
+        block_gradients(lane, d, sums, q, k, p, shared, tile, HALF_BLOCKS * lane.half + i);
         block_sync();
         lane.opt_barrier();
         const int b = HALF_BLOCKS * lane.half + i;
@@ -141,6 +142,7 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         else scale_queries(d, p.scale);
         store_block(lane, shared.q(), d.q, b), store_block(lane, shared.k(), d.k, b);
     }
+    sums.store(lane, shared);
     cp_async_commit();
 }
 

@@ -3,18 +3,20 @@
 #include "channel_decays.cuh"
 #include "products.cuh"
 
-// Add a warp's sums over block b's tokens to those of its half's block before, in shared memory: registers are few.
-DEVICE void add_gate_gradients(HalfLane lane, const Shared& shared, float d_A_log, const float (&d_bias)[2], int b) {
-    const bool adds = b % HALF_BLOCKS > 0;
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        float sum = over_tokens(d_bias[c]), &to = shared.d_bias(lane.half)[channel_of(lane, c)];
-        if (lane.id % 4 == 0) to = adds ? to + sum : sum;
+// A lane's sums over its tokens for the gradients of the gates' parameters.
+struct GateSums {
+    float A_log = 0.f, bias[2] = {};
+
+    DEVICE void store(HalfLane lane, const Shared& shared) {
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float sum = over_tokens(bias[c]);
+            if (lane.id % 4 == 0) shared.d_bias(lane.half)[channel_of(lane, c)] = sum;
+        }
+        for (int mask = 1; mask < 32; mask *= 2) A_log += shuffle_xor(A_log, mask);
+        if (lane.id == 0) shared.d_rates()[CHANNEL_WARPS * lane.half + lane.warp] = A_log;
     }
-    for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
-    float& to = shared.d_rates()[CHANNEL_WARPS * lane.half + lane.warp];
-    if (lane.id == 0) to = adds ? to + d_A_log : d_A_log;
-}
+};
 
 // Nothing passes through a decay of SMALLEST_DECAY or less. But the sums over pairs that it parts leave their rounding in the
 // gradient of its logarithm, by which the gradient of A_log would multiply it.
@@ -32,13 +34,12 @@ struct Resets {
 };
 
 // From the gradients of log-decays to those of logits, which replace the logits.
-DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams& p, const Shared& shared,
-                          const WorkTile& tile, int b) {
+DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], GateSums& sums, const GradientsParams& p,
+                          const Shared& shared, const WorkTile& tile, int b) {
     Fragment logits[2];
     const float rate = rate_of_gates(shared);
     const GateGradients<GATE> gates(rate, p.lower_bound);
     const Resets resets(rate);
-    float d_A_log = 0.f, d_bias[2] = {};
     warp_sync();  // keeps the loads from being hoisted: registers are few
     load_logits(lane, logits, shared, b);
     float bias[2];
@@ -51,15 +52,14 @@ DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams
         for (int i = 0; i < 4; i++) {
             const float logit = logits[o][i] + bias[i / 2];
             const bool passes = token_of(lane, b, o, i) < tile.chunk.tokens && !resets.at(logit);
-            const float x = gates.logit(d_A_log, g[o][i], logit, passes);
-            d_bias[i / 2] += x;
+            const float x = gates.logit(sums.A_log, g[o][i], logit, passes);
+            sums.bias[i / 2] += x;
             g[o][i] = x;
             if constexpr (G_FP32)
                 reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)] = x;
         }
     }
     if constexpr (!G_FP32) store_block(lane, shared.g(), g, b);
-    add_gate_gradients(lane, shared, d_A_log, d_bias, b);
 }
 
 DEVICE void store_logits(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
