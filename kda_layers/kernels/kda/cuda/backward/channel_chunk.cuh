@@ -133,8 +133,8 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
             if (i == 0) replace_block<0>(at, p, shared, next), replace_block<HALF_BLOCKS>(at, p, shared, next);
             else {
                 replace_block<1>(at, p, shared, next), replace_block<HALF_BLOCKS + 1>(at, p, shared, next);
-                copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(at, p, shared,
-                                                                 next);  // in the place of the first blocks' decays
+                // In the place of the first blocks' decays
+                copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(at, p, shared, next);
             }
         }
         if (!tile.last(p)) continue;

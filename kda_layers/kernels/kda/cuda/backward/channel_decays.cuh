@@ -95,8 +95,7 @@ DEVICE void store_decays(HalfLane lane, const GradientsParams& p, const Shared& 
         const int b = lane.half * HALF_BLOCKS + i;
         Fragment e[2];
         load_decays(lane, e, p, shared, tokens, b);
-        float own[2][2],
-            other[2][2];  // [octet][channel]: decays over the 4 tokens of a lane's side of the anchor, the other 4
+        float own[2][2], other[2][2];  // [octet][channel]: over 4 tokens, on a lane's side of the anchor and the other
         #pragma unroll
         for (int o = 0; o < 2; o++) {
             float to_first[2], to_second[2];

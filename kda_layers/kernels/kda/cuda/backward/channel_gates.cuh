@@ -39,12 +39,12 @@ DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], GateSums& sums, const
     Fragment logits[2];
     const float rate = rate_of_gates(shared);
     const GateGradients<GATE> gates(rate, p.lower_bound);
-    const Resets resets(rate);
     warp_sync();  // keeps the loads from being hoisted: registers are few
     load_logits(lane, logits, shared, b);
     float bias[2];
     #pragma unroll
     for (int c = 0; c < 2; c++) bias[c] = shared.bias()[channel_of(lane, c)];
+    const Resets resets(rate);
     warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {

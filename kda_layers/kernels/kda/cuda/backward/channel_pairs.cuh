@@ -189,19 +189,6 @@ struct Passing {
     static DEVICE float2 all() { return make_float2(1.f, 1.f); }
 };
 
-// The gradient of a triangle among 8 tokens, of pairs of two of them.
-struct Corner {
-    float2 rows, columns;
-
-    DEVICE Corner(Lane lane, const float* block) : rows(rows_of(lane, block)), columns(columns_of(lane, block)) {
-        const int ahead = lane.id / 4 - lane.id % 4 * 2;  // token g of token 2 t
-        if (ahead <= 0) rows.x = 0.f;
-        if (ahead <= 1) rows.y = 0.f;
-        if (ahead >= 0) columns.x = 0.f;
-        if (ahead >= 1) columns.y = 0.f;
-    }
-};
-
 // 8 tokens that read and write, with their decays from and to the anchor.
 struct Anchored {
     Fragment by_q, by_k, writer;  // q and -k as readers, k as writer
@@ -247,9 +234,9 @@ DEVICE void within_octet(Lane lane, Fragment& d_g, float (&writes)[2], VectorGra
     }
     multiply(d_g, reads, passing.reads), multiply(d_g, written, passing.writes);
     const int octet = 2 * b + o;
-    const Corner dL(lane, shared.dL(octet, octet)), dA(lane, shared.dA(octet, octet));
-    multiply(d.by_q, x.writer, dA.rows), multiply(d.by_k, x.writer, dL.rows);
-    multiply(d.writer, x.by_k, dL.columns), multiply(d.writer, x.by_q, dA.columns);
+    const float *dL = shared.dL(octet, octet), *dA = shared.dA(octet, octet);
+    multiply(d.by_q, x.writer, rows_of(lane, dA)), multiply(d.by_k, x.writer, rows_of(lane, dL));
+    multiply(d.writer, x.by_k, columns_of(lane, dL)), multiply(d.writer, x.by_q, columns_of(lane, dA));
     const float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 8 * octet + 2 * (lane.id % 4));
     writes[0] = writes[1] = 0.f;
     #pragma unroll

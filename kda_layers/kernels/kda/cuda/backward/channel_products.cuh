@@ -5,32 +5,32 @@
 #include "channel_decays.cuh"
 #include "products.cuh"
 
-// Of dAqk; or <bX, V'>, for beta's gradient.
-DEVICE void store_diagonal(float x, bool L, const Shared& shared, int token) {
-    if (L) shared.betas()[token].x = x;
-    else shared.diagonal()[token] = x;
-}
-
-// Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
+// Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j), zeros above the diagonal and on it. What is there
+// is stored apart: of dAqk, and of dL, <bX, V'>, for beta's gradient.
 DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const Shared& shared) {
+    const int g = lane.id / 4, ahead = g - lane.id % 4 * 2;  // row g of column 2 t
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) {
         const bool L = Triangles::is_L(lane, i);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = Triangles::row_of(lane, r);
-            float own = 0.f;
             #pragma unroll
             for (int o = 0; o < OCTETS; o++) {
                 const int j = OCTETS * lane.half + o;
-                const float a = triangles.x[i][o][2 * r], b = triangles.x[i][o][2 * r + 1];
-                if (j == row) own = lane.id / 4 % 2 ? b : a;
+                if (j > row) break;
+                float a = triangles.x[i][o][2 * r], b = triangles.x[i][o][2 * r + 1];
+                if (j == row) {
+                    float* own = L ? &shared.betas()[8 * row + g].x : shared.diagonal() + 8 * row + g;
+                    if (ahead == 0) *own = a;
+                    if (ahead == 1) *own = b;
+                    if (ahead <= 0) a = 0.f;
+                    if (ahead <= 1) b = 0.f;
+                }
                 float* to = L ? shared.dL(row, j) : shared.dA(row, j);
-                if (j <= row)
-                    *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
-                        make_float2(Tf32::round(a), Tf32::round(b));
+                *reinterpret_cast<float2*>(to + triangle_row(g) + lane.id % 4 * 2) =
+                    make_float2(Tf32::round(a), Tf32::round(b));
             }
-            if (Triangles::on_diagonal(lane, r)) store_diagonal(own, L, shared, 8 * row + lane.id / 4);
         }
     }
 }

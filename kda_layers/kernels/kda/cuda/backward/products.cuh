@@ -31,9 +31,6 @@ struct Triangles {
     static DEVICE bool is_L(Lane lane, int i) { return EACH == 1 ? lane.warp / 4 : i; }
 
     static DEVICE int row_of(Lane lane, int r) { return 2 * (lane.warp % 4) + r; }  // of 8 tokens
-    static DEVICE bool on_diagonal(HalfLane lane, int r) {
-        return row_of(lane, r) / OCTETS == lane.half && lane.id / 8 == lane.id % 4;
-    }
 
     // Asynchronous.
     DEVICE void multiply(HalfLane lane, const Shared& shared) {
