@@ -3,48 +3,66 @@
 #include "channel_decays.cuh"
 #include "products.cuh"
 
-// Add a warp's sums over block b's tokens to those of its half's block before, in shared memory: registers are few.
-DEVICE void add_gate_gradients(HalfLane lane, const Shared& shared, float d_A_log, const float (&d_bias)[2], int b) {
-    const bool adds = b % HALF_BLOCKS > 0;
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        float sum = over_tokens(d_bias[c]), &to = shared.d_bias(lane.half)[channel_of(lane, c)];
-        if (lane.id % 4 == 0) to = adds ? to + sum : sum;
+// A lane's sums over its tokens for the gradients of the gates' parameters.
+struct GateSums {
+    float A_log = 0.f, bias[2] = {};
+
+    DEVICE void store(HalfLane lane, const Shared& shared) {
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float sum = over_tokens(bias[c]);
+            if (lane.id % 4 == 0) shared.d_bias(lane.half)[channel_of(lane, c)] = sum;
+        }
+        for (int mask = 1; mask < 32; mask *= 2) A_log += shuffle_xor(A_log, mask);
+        if (lane.id == 0) shared.d_rates()[CHANNEL_WARPS * lane.half + lane.warp] = A_log;
     }
-    for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
-    float& to = shared.d_rates()[CHANNEL_WARPS * lane.half + lane.warp];
-    if (lane.id == 0) to = adds ? to + d_A_log : d_A_log;
-}
+};
+
+// Nothing passes through a decay of SMALLEST_DECAY or less. But the sums over pairs that it parts leave their rounding in the
+// gradient of its logarithm, by which the gradient of A_log would multiply it.
+struct Resets {
+    float limit;  // of the logit
+
+    DEVICE explicit Resets(float rate) {
+        const float smallest = 24.f / LOG2_E / rate;  // softplus of the logit
+        limit = smallest + log2_fast(1.f - exp2_fast(-smallest * LOG2_E)) / LOG2_E;
+    }
+    DEVICE bool at(float x) const {
+        if constexpr (GATE == LOWER_BOUND) return false;
+        return GATE == SOFTPLUS ? x > limit : x < -24.f / LOG2_E;
+    }
+};
 
 // From the gradients of log-decays to those of logits, which replace the logits.
-DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams& p, const Shared& shared,
-                          const WorkTile& tile, int b) {
+DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], GateSums& sums, const GradientsParams& p,
+                          const Shared& shared, const WorkTile& tile, int b) {
     Fragment logits[2];
-    const GateGradients<GATE> gates(rate_of_gates(shared), p.lower_bound);
-    float d_A_log = 0.f, d_bias[2] = {};
+    const float rate = rate_of_gates(shared);
+    const GateGradients<GATE> gates(rate, p.lower_bound);
     warp_sync();  // keeps the loads from being hoisted: registers are few
     load_logits(lane, logits, shared, b);
     float bias[2];
     #pragma unroll
     for (int c = 0; c < 2; c++) bias[c] = shared.bias()[channel_of(lane, c)];
+    const Resets resets(rate);
     warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const bool valid = token_of(lane, b, o, i) < tile.chunk.tokens;
-            const float x = gates.logit(d_A_log, g[o][i], logits[o][i] + bias[i / 2], valid);
-            d_bias[i / 2] += x;
+            const float logit = logits[o][i] + bias[i / 2];
+            const bool passes = token_of(lane, b, o, i) < tile.chunk.tokens && !resets.at(logit);
+            const float x = gates.logit(sums.A_log, g[o][i], logit, passes);
+            sums.bias[i / 2] += x;
             g[o][i] = x;
             if constexpr (G_FP32)
                 reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)] = x;
         }
     }
     if constexpr (!G_FP32) store_block(lane, shared.g(), g, b);
-    add_gate_gradients(lane, shared, d_A_log, d_bias, b);
 }
 
-DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void store_logits(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
@@ -57,12 +75,12 @@ DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const W
             }
         }
     } else {
-        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
+        store_rows(place, reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
     }
 }
 
 // d_A_log, d_dt_bias and d_g, from shared memory.
-DEVICE void store_gates(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void store_gates(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     if (p.d_A_log && threadIdx.x == 0) {
         float sum = 0.f;
         for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
@@ -71,15 +89,15 @@ DEVICE void store_gates(const GradientsParams& p, const Shared& shared, const Wo
     const u32 channel = thread();
     if (p.d_dt_bias && channel < K)
         p.d_dt_bias[tile.chunk_row * K + channel] = shared.d_bias(0)[channel] + shared.d_bias(1)[channel];
-    store_logits(p, shared, tile);
+    store_logits(place, p, shared, tile);
 }
 
 // Copy the gate's parameters and logits and, with a key head's first value head, q and k.
-DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void copy_tokens(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const int tokens = tile.chunk.tokens, head = tile.head(p), channel = int(thread());
     if (channel < K) cp_async_4(shared.bias() + channel, p.dt_bias + head * K + channel, p.dt_bias);
     else if (channel == K) cp_async_4(shared.A_log(), p.A_log + head, p.A_log);
-    if (tile.first()) copy_keys(p, shared, tile, tokens);
+    if (tile.first()) copy_keys(place, p, shared, tile, tokens);
     const Logit* g = static_cast<const Logit*>(p.g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
@@ -89,6 +107,6 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
             cp_async_16(shared.g() + (row * FP32_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
-        copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
+        copy_rows(place, shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
 }

@@ -8,16 +8,15 @@ constexpr int TRIANGLE = 36 * 256;  // 8 x 8 blocks of fp32 of a lower triangle
 struct Shared : Inputs {
     static constexpr int AT_G = AFTER_KEYS;
     static constexpr int AT_TRIANGLES = AT_G + LOGITS;
-    static constexpr int AT_FACTORS = AT_TRIANGLES + 2 * TRIANGLE;
-    static constexpr int AT_TOTALS = AT_FACTORS + CHANNEL_WARPS * 6 * 512;
+    static constexpr int AT_SPANS = AT_TRIANGLES + 2 * TRIANGLE;
+    static constexpr int AT_TOTALS = AT_SPANS + 2 * BLOCKS * K * 4;
     static constexpr int AT_DIAGONAL = AT_TOTALS + BLOCKS * K * 4;
     static constexpr int AT_NORMS = AT_DIAGONAL + CHUNK * 4;
     static constexpr int AT_PARTS = AT_NORMS + 2 * CHUNK * 4;
     static constexpr int AT_BETAS = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
     static constexpr int AT_TILES = AT_BETAS + CHUNK * 8;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
-    static constexpr int AT_PATTERNS = AT_FINDER + sizeof(ChunkFinder);
-    static constexpr int AT_RATES = AT_PATTERNS + (G_FP32 ? 0 : 4 * 32 * 8);
+    static constexpr int AT_RATES = AT_FINDER + sizeof(ChunkFinder);
     static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
     static constexpr int BYTES = AT_BIAS + K * 4;
 
@@ -26,17 +25,20 @@ struct Shared : Inputs {
     // 8 x 8 blocks of dL or dAqk
     DEVICE float* dL(int i, int j) const { return floats(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
     DEVICE float* dA(int i, int j) const { return dL(i, j) + TRIANGLE / 4; }
-    // Decays of a warp's channels in fp16 pairs: of block b from its start, b > 0, and to its end, b < 3
-    DEVICE uint4* rise(int b, int warp) const {
-        return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32;
-    }
-    DEVICE uint4* fall(int b, int warp) const {
-        return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b + 3) * 32;
-    }
     // StateGradients of 8 tokens and a warp's channels, [lane]; they replace the MMAs' operands
     DEVICE float4* by_state(int which, int fragment, int warp) const {
         return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_SHARES * SHARE) +
                ((which * CHANNEL_WARPS + warp) * 2 + fragment % 2) * 32;
+    }
+    // Decays of 8 tokens and a warp's channels from their anchor, [lane] (channel_decays.cuh). The blocks that each half has
+    // first lie first, where the next work tile's operands may then go.
+    DEVICE float4* decays(int fragment, int warp) const {
+        const int b = fragment / 2, share = BLOCKS * BLOCK_SHARES + b % HALF_BLOCKS * HALVES + b / HALF_BLOCKS;
+        return reinterpret_cast<float4*>(base + share * SHARE) + (2 * warp + fragment % 2) * 32;
+    }
+    // Decays of block b from its start to its first anchor, and on to its second one, of a lane's two channels
+    DEVICE float4* spans(int b, int warp) const {
+        return reinterpret_cast<float4*>(floats(AT_SPANS) + b * 2 * K) + 8 * warp;
     }
     DEVICE float2* totals(int b, int warp) const {  // decays of full blocks, of a lane's two channels
         return reinterpret_cast<float2*>(floats(AT_TOTALS) + b * K) + 8 * warp;
@@ -51,22 +53,17 @@ struct Shared : Inputs {
     DEVICE float* through(int warp, int half, int b) const {
         return reinterpret_cast<float*>(parts(warp)) + (half * BLOCKS + b) * 16;
     }
-    // In the place of factors: <q, dq> and <k, dk> of all tokens over a warp's channels; a warp's copy of one block's
-    // sums over all channels; what all tokens write (beta_gradients.cuh)
-    DEVICE float* inner_parts(int warp) const { return floats(AT_FACTORS + warp * 6 * 512); }
-    DEVICE float* inner(int warp, int half) const { return inner_parts(warp) + 2 * CHUNK + 32 * half; }
-    DEVICE float* writes(int warp) const { return inner_parts(warp) + 3 * CHUNK; }
-    DEVICE float* staged(int warp) const { return inner_parts(warp); }                   // see near_zero_beta.cuh
+    // In its place, what all tokens write, over a warp's channels: [64] (beta_gradients.cuh)
+    DEVICE float* writes(int warp) const { return through(warp, 0, 0); }
+    // In the place of a block's decays: <q, dq> and <k, dk> of its tokens over a warp's channels; a warp's copy of the sums
+    // over all channels
+    DEVICE float* inner_parts(int warp, int b) const { return reinterpret_cast<float*>(decays(2 * b, warp)); }
+    DEVICE float* inner(int warp, int b) const { return inner_parts(warp, b) + 32; }
+    DEVICE float* staged(int warp) const { return floats(AT_SPANS) + warp * K; }         // see near_zero_beta.cuh
     DEVICE float2* betas() const { return reinterpret_cast<float2*>(base + AT_BETAS); }  // <bX, V'> and beta as given
     DEVICE float* d_rates() const { return floats(AT_RATES); }                           // of all warps
     DEVICE float* A_log() const { return d_rates() + WARPS; }                            // the head's, or 0
     DEVICE float* bias() const { return floats(AT_BIAS); }                               // [K], or zeros
-    // A lane's part of a pattern (channel_pairs.cuh). Beside fp32 logits there is no room but in their rows' padding.
-    DEVICE float2& pattern(int which, Lane lane) const {
-        if constexpr (!G_FP32) return (reinterpret_cast<float2*>(base + AT_PATTERNS) + 32 * which)[lane.id];
-        float* padding = reinterpret_cast<float*>(g()) + (16 * which + lane.id / 2) * FP32_ROW + K;
-        return reinterpret_cast<float2*>(padding)[lane.id % 2];
-    }
     DEVICE WorkTile& tile() const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[0]; }
     DEVICE WorkTile& next() const { return (&tile())[1]; }
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }

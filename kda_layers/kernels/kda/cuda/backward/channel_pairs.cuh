@@ -1,10 +1,10 @@
 // Gradients through pairs of a chunk's tokens, and of the decays between them.
 //
 // Between blocks of 16 tokens the decay is a product of three: from the later block's start, of full blocks between,
-// to the earlier block's end. Within 16 tokens it is split at the middle of the smallest aligned block of 2, 4, 8 or 16
-// that holds both, as in prepare.cuh. The gradient of a token's log-decay is the sum of the terms that pass through it,
-// and of no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass
-// through the tokens up to it, terms that begin with a write through the tokens after it.
+// to the earlier block's end. Between the two halves of 16 tokens it is one of three, too, and among 8 tokens one of two,
+// from and to the anchor (channel_decays.cuh). The gradient of a token's log-decay is the sum of the terms that pass
+// through it: terms that end in a read pass through the tokens up to it, terms that begin with a write through the tokens
+// after it. Among 8 tokens, where a term does both, it is the mean of two differences of sums (`Passing`).
 #pragma once
 #include "channel_products.cuh"
 
@@ -111,16 +111,15 @@ template <int b>
 DEVICE void multiply_earlier(HalfLane lane, const Shared& shared, PerBlock& through, Fragment (*partial)[2]) {
     lane.opt_barrier();
     Fragment k[2], q[2], queries[2], readers[2];
-    uint4 rise = shared.rise(b, lane.warp)[lane.id];
-    load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_by(k, rise);
-    load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_by(q, rise);
+    const Decays decays(lane, shared, b);
+    load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_from_start(k, decays, -1.f);
+    load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_from_start(q, decays, 1.f);
     load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
     #pragma unroll
     for (int j = 0; j < b; j++) {
         lane.opt_barrier();
         Fragment writer[2], own[2];
-        load_vectors(lane, writer, shared.k(), shared.k_norms(), j),
-            decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
+        load_vectors(lane, writer, shared.k(), shared.k_norms(), j), decay_to_end(lane, writer, shared, j);
         if (b == LAST) load_gradients(lane, own, shared, WRITERS, j);
         Fragment(&writers)[2] = b == LAST ? own : partial[j];
         pass_through(lane, shared, through, queries, readers, writers, q, k, writer, b, j);
@@ -172,187 +171,133 @@ struct VectorGradients {
     Fragment q[2], k[2];
 };
 
-// The gradients of the triangles among 8 tokens, for the pairs of a lane's two tokens with another: of L for both sides
-// of a pair at once, as a token is on one side only; and for the two tokens with each other.
-struct Corner {
-    float2 both, rows, columns;
-    float own_L, own_A;
+// A sum over 8 tokens' terms that passes through each of their decays, by an MMA with a constant matrix: a lane's part, of
+// terms 2 t and 2 t + 1 and the decay of token g.
+struct Passing {
+    float2 reads, writes;  // 1 where a read passes through a token, up to its own; where a write does, behind its own
+    // What tokens read of each other less what they write. Through token n of 8 passes what is read at and after it less what
+    // is written there, as well as what is written before it less what is read there. The two differ by rounding alone, the
+    // error of either grows with its tokens, and that of their mean with weights n / 8 and 1 - n / 8 is the least.
+    float2 pairs;
 
-    DEVICE Corner(Lane lane, const Shared& shared, int fragment) {
-        const float *dL = shared.dL(fragment, fragment), *dA = shared.dA(fragment, fragment);
-        const u32 token = lane.id % 4 * 2, own = triangle_row(token + 1) + token;
-        const bool reads = reads_earlier(lane);
-        const float2 row = rows_of(lane, dL), column = columns_of(lane, dL);
-        both = make_float2(reads ? row.x : column.x, reads ? row.y : column.y);
-        rows = rows_of(lane, dA), columns = columns_of(lane, dA);
-        own_L = dL[own], own_A = dA[own];
+    DEVICE explicit Passing(Lane lane) {
+        const int term = lane.id % 4 * 2, n = lane.id / 4;
+        const float before = n / 8.f - 1.f;
+        reads = make_float2(n <= term, n <= term + 1), writes = make_float2(n > term, n > term + 1);
+        pairs = make_float2(reads.x + before, reads.y + before);
     }
-    // True if the token that a lane has as b's column is after its two others.
-    static DEVICE bool reads_earlier(Lane lane) { return lane.id / 4 > lane.id % 4 * 2; }
-    // Only pairs of tokens whose indices first differ in bit `level`, 2 or 4, and of these only some.
-    template <int level> static DEVICE float2 at(Lane lane, float2 x, bool some = true) {
-        const u32 differ = (lane.id / 4 ^ lane.id % 4 * 2) & 6;
-        const bool here = some && (level == 4 ? differ >= 4 : differ == 2);
-        return make_float2(here ? x.x : 0.f, here ? x.y : 0.f);
+    static DEVICE float2 all() { return make_float2(1.f, 1.f); }
+};
+
+// 8 tokens that read and write, with their decays from and to the anchor.
+struct Anchored {
+    Fragment by_q, by_k, writer;  // q and -k as readers, k as writer
+
+    DEVICE void read(const Fragment& from_anchor, const Fragment& q, const Fragment& k) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) by_q[i] = from_anchor[i] * q[i], by_k[i] = -(from_anchor[i] * k[i]);
+    }
+    DEVICE void write(const Fragment& to_anchor, const Fragment& k) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) writer[i] = to_anchor[i] * k[i];
     }
 };
 
-// Terms of tokens that read or write pass through the decays of tokens between the two: sums over tokens, as products
-// with 0s and 1s. As mma's b, an 8 x 8 matrix: 1 where the term of its row's token passes through its column's. In shared
-// memory, where a lane loads its part in one instruction.
-//
-// In a block of 8 tokens. A read of what came before the block passes through the tokens up to the one that reads; a write
-// that is read after the block, through the tokens after the one that writes. Both, among pairs of aligned blocks of 2 or
-// 4 tokens: upper blocks read, lower ones write.
-enum Pattern { READS, WRITES, PAIRS_OF_2, PAIRS_OF_4, PATTERNS };
+// Gradients of these, without the decays from and to the anchor.
+struct AnchoredGradients {
+    Fragment by_q, by_k, writer;
 
-DEVICE float passes(int which, u32 term, u32 through) {
-    if (which == READS) return through <= term;
-    if (which == WRITES) return through > term;
-    const u32 level = which == PAIRS_OF_2 ? 2 : 4;
-    return (term ^ through) < level && (through > term) != bool(term & level);
-}
-
-// By one warp for each pattern.
-DEVICE void store_patterns(Lane lane, const Shared& shared) {
-    const u32 term = lane.id % 4 * 2, through = lane.id / 4;
-    if (lane.warp < PATTERNS)
-        shared.pattern(lane.warp, lane) =
-            make_float2(passes(lane.warp, term, through), passes(lane.warp, term + 1, through));
-}
-
-// Add to g the terms that pass through each token.
-DEVICE void add_terms(Lane lane, Fragment& g, const Fragment& terms, const Shared& shared, Pattern which) {
-    multiply(g, terms, shared.pattern(which, lane));
-}
-DEVICE void add_all_terms(Fragment& g, const Fragment& terms) { multiply(g, terms, make_float2(1.f, 1.f)); }
-
-// Level 1: a lane's second token reads, its first has written. `e`: the tokens' decays.
-DEVICE void anchor_1(Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k, const Fragment& e,
-                     const Fragment& q, const Fragment& k, const Corner& corner) {
-    #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const float L = corner.own_L * e[i + 1], A = corner.own_A * e[i + 1], by_writer = L * k[i + 1] + A * q[i + 1];
-        d_q[i + 1] += A * k[i], d_k[i + 1] += L * k[i], d_k[i] += by_writer;
-        const float term = k[i] * by_writer;
-        d_g[i + 1] += term, writes[0] += term;
+    // Of what is read from before the block, `decay` before the anchor; of what is read behind it, `decay` behind the anchor.
+    DEVICE void load_reads(Lane lane, const Shared& shared, const float (&decay)[2], int octet) {
+        load_gradients(lane, by_q, shared, QUERIES, octet), load_gradients(lane, by_k, shared, READERS, octet);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) by_q[i] *= decay[i / 2], by_k[i] *= decay[i / 2];
     }
-}
+    DEVICE void load_writes(Lane lane, const Shared& shared, const float (&decay)[2], int octet) {
+        load_gradients(lane, writer, shared, WRITERS, octet);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) writer[i] *= decay[i / 2];
+    }
+    DEVICE float read(const Anchored& x, int i) const { return x.by_q[i] * by_q[i] + x.by_k[i] * by_k[i]; }
+    DEVICE float written(const Anchored& x, int i) const { return x.writer[i] * writer[i]; }
+};
 
-// Level 2 or 4: tokens in upper blocks of `level` read what those in lower ones have written. `near` is a token's decay
-// towards the other block of its pair.
-template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k,
-                                        const Fragment& near, const Fragment& q, const Fragment& k,
-                                        const Corner& corner, const Shared& shared) {
-    Fragment near_q, near_k, terms, by_q = {}, by_k = {};
-    #pragma unroll
-    for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
-    multiply(by_k, near_k, Corner::at<level>(lane, corner.both));
-    multiply(by_k, near_q, Corner::at<level>(lane, corner.columns, !Corner::reads_earlier(lane)));
-    multiply(by_q, near_k, Corner::at<level>(lane, corner.rows, Corner::reads_earlier(lane)));
+// Pairs among 8 tokens, after all others. `d_g` and `writes` are added to; `to` becomes the gradients of q and k.
+DEVICE void within_octet(Lane lane, Fragment& d_g, float (&writes)[2], VectorGradients& to, AnchoredGradients& d,
+                         const Anchored& x, const Fragment& from_anchor, const Fragment& to_anchor,
+                         const Fragment (&q)[2], const Fragment (&k)[2], const Passing& passing, const Shared& shared,
+                         int b, int o) {
+    Fragment reads, written, pairs;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
-        d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
+        reads[i] = d.read(x, i), written[i] = d.written(x, i), pairs[i] = written[i] - reads[i];
     }
-    add_terms(lane, d_g, terms, shared, level == 2 ? PAIRS_OF_2 : PAIRS_OF_4);
-    add_writes(writes, terms, !(lane.id & level / 2));
-}
-
-// Level 8: the upper 8 tokens read, the lower 8 have written.
-DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to, const Decays (&decays)[2],
-                     const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
-    const float *dL = shared.dL(2 * b + 1, 2 * b), *dA = shared.dA(2 * b + 1, 2 * b);
-    Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
+    multiply(d_g, reads, passing.reads), multiply(d_g, written, passing.writes);
+    const int octet = 2 * b + o;
+    const float *dL = shared.dL(octet, octet), *dA = shared.dA(octet, octet);
+    multiply(d.by_q, x.writer, rows_of(lane, dA)), multiply(d.by_k, x.writer, rows_of(lane, dL));
+    multiply(d.writer, x.by_k, columns_of(lane, dL)), multiply(d.writer, x.by_q, columns_of(lane, dA));
+    const float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 8 * octet + 2 * (lane.id % 4));
+    writes[0] = writes[1] = 0.f;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        writer[i] = decays[0].after[i] * k[0][i];
-        reader_q[i] = decays[1].before[i] * q[1][i], reader_k[i] = decays[1].before[i] * k[1][i];
+        const float own = i % 2 ? diagonal.y : diagonal.x;  // a query reads its own token's write
+        const float by_q = own * k[o][i], by_k = own * q[o][i], write = d.written(x, i);
+        writes[i % 2] += write + by_q * q[o][i], pairs[i] += d.read(x, i) - write;
+        to.q[o][i] = from_anchor[i] * d.by_q[i] + by_q;
+        to.k[o][i] = to_anchor[i] * d.writer[i] - from_anchor[i] * d.by_k[i] + by_k;
     }
-    multiply(by_q, writer, rows_of(lane, dA));
-    multiply(by_k, writer, rows_of(lane, dL));
-    multiply(by_writer, reader_k, columns_of(lane, dL));
-    multiply(by_writer, reader_q, columns_of(lane, dA));
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        to.q[1][i] += decays[1].before[i] * by_q[i], to.k[1][i] += decays[1].before[i] * by_k[i];
-        to.k[0][i] += decays[0].after[i] * by_writer[i];
-        by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
-    }
-    add_terms(lane, d_g[1], by_q, shared, READS), add_terms(lane, d_g[0], by_writer, shared, WRITES);
-    add_writes(writes[0], by_writer);
+    multiply(d_g, pairs, passing.pairs);
 }
 
-// Reads of 8 tokens from before the block; `decay`: from its start.
-DEVICE void read_earlier(Lane lane, Fragment (&d_g)[2], Fragment& d_q, Fragment& d_k, const Fragment& decay,
-                         const Fragment& q, const Fragment& k, const Shared& shared, int b, int o) {
-    Fragment queries, readers, terms;
-    load_gradients(lane, queries, shared, QUERIES, 2 * b + o),
-        load_gradients(lane, readers, shared, READERS, 2 * b + o);
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float by_q = decay[i] * queries[i], by_k = decay[i] * readers[i];
-        d_q[i] += by_q, d_k[i] += by_k, terms[i] = q[i] * by_q + k[i] * by_k;
-    }
-    add_terms(lane, d_g[o], terms, shared, READS);
-    if (o == 1) add_all_terms(d_g[0], terms);
-}
-
-// Writes of 8 tokens that are read after the block; `decay`: to its end.
-DEVICE void write_later(Lane lane, Fragment (&d_g)[2], float (&writes)[2], Fragment& d_k, const Fragment& decay,
-                        const Fragment& k, const Shared& shared, int b, int o) {
-    Fragment writers, terms;
-    load_gradients(lane, writers, shared, WRITERS, 2 * b + o);
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float by_writer = decay[i] * writers[i];
-        d_k[i] += by_writer, terms[i] = k[i] * by_writer;
-    }
-    add_terms(lane, d_g[o], terms, shared, WRITES), add_writes(writes, terms);
-    if (o == 0) add_all_terms(d_g[1], terms);
-}
-
-// `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, `writes` what the tokens write; the gradients
-// of q and k are added to.
+// `d_g` becomes the gradient of the log-decays, `writes` what the tokens write, `to` the gradients of q and k.
 DEVICE void within_block(HalfLane& lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to,
-                         const Fragment (&e)[2], const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared,
-                         int b) {
-    Decays decays[2];
+                         const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
+    const float *through = shared.through(lane.warp, 0, b) + lane.id / 4,
+                *other = shared.through(lane.warp, 1, b) + lane.id / 4;
     #pragma unroll
-    for (int o = 0; o < 2; o++) {
-        Decays& d = decays[o];
-        float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane.id % 4));
-        const float *through = shared.through(lane.warp, 0, b) + lane.id / 4,
-                    *other = shared.through(lane.warp, 1, b) + lane.id / 4;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads its own token's write
-            to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
-            d_g[o][i] = through[i / 2 * 8] + other[i / 2 * 8];
-        }
-        writes[o][0] = diagonal.x * (q[o][0] * k[o][0] + q[o][2] * k[o][2]);
-        writes[o][1] = diagonal.y * (q[o][1] * k[o][1] + q[o][3] * k[o][3]);
-        const Corner corner(lane, shared, 2 * b + o);
-        d.start(e[o]);
-        anchor_1(d_g[o], writes[o], to.q[o], to.k[o], e[o], q[o], k[o], corner);
-        d.to_2();
-        Fragment near;
-        d.towards(near, lane.id & 1);
-        anchor<2>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner, shared);
-        d.to_twice<1>(lane);
-        d.towards(near, lane.id & 2);
-        anchor<4>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner, shared);
-        d.to_twice<2>(lane);
-        Fragment from_start;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) from_start[i] = d.before[i] * (o ? decays[0].all[i / 2] : 1.f);
-        read_earlier(lane, d_g, to.q[o], to.k[o], from_start, q[o], k[o], shared, b, o);
-        warp_sync();  // keeps registers free, as above
+    for (int i = 0; i < 4; i++) d_g[0][i] = d_g[1][i] = through[i / 2 * 8] + other[i / 2 * 8];
+    const Decays decays(lane, shared, b);
+    const float2 both_ends = Decays::end(lane, shared, b);
+    const Passing passing(lane);
+    const float *dL = shared.dL(2 * b + 1, 2 * b), *dA = shared.dA(2 * b + 1, 2 * b);
+    float to_second[2], end[2] = {both_ends.x, both_ends.y}, from_first[2];  // from the start, to the end of the block
+    #pragma unroll
+    for (int c = 0; c < 2; c++) to_second[c] = decays.start[c] * decays.gap[c], from_first[c] = decays.gap[c] * end[c];
+
+    Anchored first, second;
+    AnchoredGradients d_first, d_second;
+    Fragment to_anchor, terms, by_q = {}, by_k = {}, by_writer = {};
+    second.read(decays.from_anchor[1], q[1], k[1]);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) to_anchor[i] = reciprocal(decays.from_anchor[0][i]);
+    first.write(to_anchor, k[0]);
+
+    // The second 8 tokens read what lies before the block, and what the first 8 have written.
+    d_second.load_reads(lane, shared, to_second, 2 * b + 1);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) terms[i] = d_second.read(second, i);
+    multiply(d_g[0], terms, Passing::all());
+    multiply(by_q, first.writer, rows_of(lane, dA)), multiply(by_k, first.writer, rows_of(lane, dL));
+    // The first 8 are read behind the block, and by the second 8.
+    d_first.load_writes(lane, shared, from_first, 2 * b);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) terms[i] = d_first.written(first, i);
+    multiply(d_g[1], terms, Passing::all());
+    multiply(by_writer, second.by_k, columns_of(lane, dL)), multiply(by_writer, second.by_q, columns_of(lane, dA));
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float gap = decays.gap[i / 2];
+        d_second.by_q[i] += gap * by_q[i], d_second.by_k[i] += gap * by_k[i], d_first.writer[i] += gap * by_writer[i];
     }
-    lane.Lane::opt_barrier();
-    anchor_8(lane, d_g, writes, to, decays, q, k, shared, b);
+    first.read(decays.from_anchor[0], q[0], k[0]);
+    d_first.load_reads(lane, shared, decays.start, 2 * b);
+    within_octet(lane, d_g[0], writes[0], to, d_first, first, decays.from_anchor[0], to_anchor, q, k, passing, shared,
+                 b, 0);
     #pragma unroll
-    for (int i = 0; i < 4; i++) decays[0].after[i] *= decays[1].all[i / 2];
-    #pragma unroll
-    for (int o = 0; o < 2; o++) write_later(lane, d_g, writes[o], to.k[o], decays[o].after, k[o], shared, b, o);
+    for (int i = 0; i < 4; i++) to_anchor[i] = reciprocal(decays.from_anchor[1][i]);
+    second.write(to_anchor, k[1]);
+    d_second.load_writes(lane, shared, end, 2 * b + 1);
+    within_octet(lane, d_g[1], writes[1], to, d_second, second, decays.from_anchor[1], to_anchor, q, k, passing, shared,
+                 b, 1);
 }

@@ -1,74 +1,53 @@
 // What the MMAs over a chunk leave in shared memory with gates of channels: the triangles' gradients, and gradients
-// through the state, from which channel_pairs.cuh goes on.
+// through the state, from which channel_pairs.cuh goes on. The scale of dO' is left to q, which load_vectors gives it, and
+// the sign of dL and dKg to the keys that read: here are dAqk and dQg of dO, -dL and -dKg.
 #pragma once
 #include "channel_decays.cuh"
 #include "products.cuh"
 
-// Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
-DEVICE void store_diagonal(float x, bool L, const Shared& shared, int token) {
-    if (L) shared.betas()[token].x = -x;
-    else shared.diagonal()[token] = x;
-}
-
-// Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
-DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const GradientsParams& p, const Shared& shared) {
+// Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j), zeros above the diagonal and on it. What is there
+// is stored apart: of dAqk, and of dL, <bX, V'>, for beta's gradient.
+DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const Shared& shared) {
+    const int g = lane.id / 4, ahead = g - lane.id % 4 * 2;  // row g of column 2 t
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) {
         const bool L = Triangles::is_L(lane, i);
-        const float factor = L ? -1.f : p.scale;
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = Triangles::row_of(lane, r);
-            float own = 0.f;
             #pragma unroll
             for (int o = 0; o < OCTETS; o++) {
                 const int j = OCTETS * lane.half + o;
-                float a = triangles.x[i][o][2 * r] * factor, b = triangles.x[i][o][2 * r + 1] * factor;
-                if (j == row) own = lane.id / 4 % 2 ? b : a;
+                if (j > row) break;
+                float a = triangles.x[i][o][2 * r], b = triangles.x[i][o][2 * r + 1];
+                if (j == row) {
+                    float* own = L ? &shared.betas()[8 * row + g].x : shared.diagonal() + 8 * row + g;
+                    if (ahead == 0) *own = a;
+                    if (ahead == 1) *own = b;
+                    if (ahead <= 0) a = 0.f;
+                    if (ahead <= 1) b = 0.f;
+                }
                 float* to = L ? shared.dL(row, j) : shared.dA(row, j);
-                if (j <= row)
-                    *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
-                        make_float2(Tf32::round(a), Tf32::round(b));
+                *reinterpret_cast<float2*>(to + triangle_row(g) + lane.id % 4 * 2) =
+                    make_float2(Tf32::round(a), Tf32::round(b));
             }
-            if (Triangles::on_diagonal(lane, r)) store_diagonal(own, L, shared, 8 * row + lane.id / 4);
         }
     }
 }
 
-// <S, dS> for each of a lane's channels.
-struct Through {
-    float x[2] = {};
-
-    template <int steps> DEVICE void add(const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
-        #pragma unroll
-        for (int s = 0; s < steps; s++) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float2 a = Io::unpack(S[s][i]), b = Io::unpack(dS[s][i]);
-                x[i % 2] += a.x * b.x + a.y * b.y;
-            }
-        }
-    }
-};
-
 // Replaces the MMAs' operands.
-DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const Through& through, const Shared& shared,
-                            float scale) {
+DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const Through& through,
+                            const Shared& shared) {
     #pragma unroll
     for (int which = 0; which < 3; which++) {
-        const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
         #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
             const Fragment& y = by_state.x[which][o];
-            shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] =
-                make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
+            shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] = make_float4(y[0], y[1], y[2], y[3]);
         }
     }
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const float sum = over_tokens(through.x[c]);
-        if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum;
-    }
+    float* to = shared.through(lane.warp, lane.half, 0) + lane.id / 4;
+    if (Through::here(lane)) to[0] = through.x[0], to[8] = through.x[1];
 }
 
 // Of 8 tokens; of block b.
@@ -88,10 +67,6 @@ DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)
 
 // What a lane's tokens write: [octet][token 2 t, 2 t + 1], summed over its channels.
 using Writes = float[2][2];
-
-DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true) {
-    if (writes) to[0] += terms[0] + terms[2], to[1] += terms[1] + terms[3];
-}
 
 // Sums of block b's tokens over a warp's channels, to [64] in shared memory.
 DEVICE void sum_writes(Lane lane, float* to, const Writes& x, int b) {

@@ -12,11 +12,8 @@ DEVICE int channel_of(Lane lane, int c) { return 16 * lane.warp + lane.id / 4 + 
 
 // Offset of a warp's part of 16 rows of a matrix of `rows` rows, for ldmatrix and stmatrix.
 DEVICE int rows_at(Lane lane, int b, int rows) {
-#if HEAD_GATES  // 16 rows on, the swizzle is the same, which the compiler does not see
+    // 16 rows on, the swizzle is the same, which the compiler does not see
     return piece_at(lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2, rows) + 16 * b * PANEL_ROW;
-#else
-    return piece_at(16 * b + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2, rows);
-#endif
 }
 
 DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix, int b, int rows = CHUNK) {

@@ -13,11 +13,11 @@
 #include "near_zero_beta.cuh"
 
 // d_q and d_k after a group's last value head, from shared memory.
-DEVICE void store_keys(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void store_keys(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     if (tile.last(p)) {
         i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
-        store_rows(p.d_q + keys, shared.q(), stride, tile.chunk.tokens);
-        store_rows(p.d_k + keys, shared.k(), stride, tile.chunk.tokens);
+        store_rows(place, p.d_q + keys, shared.q(), stride, tile.chunk.tokens);
+        store_rows(place, p.d_k + keys, shared.k(), stride, tile.chunk.tokens);
     }
 }
 
@@ -50,13 +50,14 @@ DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
         warp_sync();
         shared.betas()[token].y = beta.value(p);
     }
+    const Place place = Place::of_thread();
 #if HEAD_GATES
     if (has_gates) finish_head_gates(lane, p, shared, tile, next, logits);
 #else
-    store_gates(p, shared, tile);
+    store_gates(place, p, shared, tile);
 #endif
-    store_keys(p, shared, tile);
-    if (next.valid()) copy_tokens(p, shared, next);
+    store_keys(place, p, shared, tile);
+    if (next.valid()) copy_tokens(place, p, shared, next);
     cp_async_commit();
 }
 
@@ -71,18 +72,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
         ChunkFinder finder = {0, 0};
         shared.tile() = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
     }
-#if !HEAD_GATES
-    if (lane.half == 1) store_patterns(lane, shared);
-#endif
     block_sync();
     if (tile.valid()) {
-        copy_inputs<0, INPUT_SHARES>(p, shared, tile), cp_async_commit();
+        const Place place = Place::of_thread();
+        copy_inputs<0, INPUT_SHARES>(place, p, shared, tile), cp_async_commit();
 #if HEAD_GATES
         HeadLogits logits;
         if (threadIdx.x < 32)
             logits.load(lane, p, tile), logits.store(lane, shared), copy_parameters(lane, p, shared, tile);
 #endif
-        copy_tokens(p, shared, tile), cp_async_commit();
+        copy_tokens(place, p, shared, tile), cp_async_commit();
         if (threadIdx.x < CHUNK) shared.betas()[threadIdx.x].y = LoadedBeta::load(p, tile, threadIdx.x).value(p);
     }
     for (;;) {

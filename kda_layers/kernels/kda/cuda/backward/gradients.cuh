@@ -100,9 +100,10 @@ constexpr int SHARE = 16 * THREADS, SHARE_ROWS = SHARE / PANEL_ROW;
 constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
 constexpr int STATE_SHARES = STATE / SHARE, TOKEN_SHARES = KEYS / SHARE;
 constexpr int INPUT_SHARES = 2 * STATE_SHARES + 3 * TOKEN_SHARES;  // operands of the MMAs
-// With gates of channels, the MMAs' results for 16 tokens replace so many shares.
-constexpr int BLOCK_SHARES = HEAD_GATES ? 0 : 3;
-constexpr int INPUTS = (INPUT_SHARES > BLOCKS * BLOCK_SHARES ? INPUT_SHARES : BLOCKS * BLOCK_SHARES) * SHARE;
+// With gates of channels, the MMAs' results for each 16 tokens replace so many shares, and behind them a share of decays.
+constexpr int BLOCK_SHARES = HEAD_GATES ? 0 : 3, DECAY_SHARES = HEAD_GATES ? 0 : BLOCKS;
+constexpr int RESULT_SHARES = BLOCKS * BLOCK_SHARES + DECAY_SHARES;
+constexpr int INPUTS = (INPUT_SHARES > RESULT_SHARES ? INPUT_SHARES : RESULT_SHARES) * SHARE;
 constexpr int HALF_ROWS = CHUNK / HALVES * PANEL_ROW;  // bytes of a half's tokens in a panel
 static_assert(STATE_SHARES % PANELS == 0 && TOKEN_SHARES % PANELS == 0, "a share is of one panel");
 
@@ -164,8 +165,7 @@ DEVICE constexpr int row_of_share(int share, int count) { return share % (count 
 DEVICE constexpr int column_of_share(int share, int count) { return share / (count / PANELS) * 64; }
 
 // Copy a matrix of a chunk's tokens, rows `stride` elements apart; rows from `valid` on become zeros.
-DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid) {
-    const Place at = Place::of_thread();
+DEVICE void copy_rows(Place at, unsigned char* to, const u16* from, i64 stride, int valid) {
     to += at.in_shared(), from += at.in_global(stride);
     #pragma unroll
     for (int i = 0; i < TOKEN_SHARES; i++) {
@@ -175,8 +175,7 @@ DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid)
 }
 
 // The inverse of copy_rows.
-DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid) {
-    const Place at = Place::of_thread();
+DEVICE void store_rows(Place at, u16* to, const unsigned char* from, i64 stride, int valid) {
     to += at.in_global(stride), from += at.in_shared();
     #pragma unroll
     for (int i = 0; i < TOKEN_SHARES; i++) {
@@ -189,8 +188,7 @@ DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid
 
 // Copy shares `first` to `end` of the MMAs' operands S, dS, bX, dO, V'.
 template <int first, int end>
-DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    const Place at = Place::of_thread();
+DEVICE void copy_inputs(Place at, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const int tokens = tile.chunk.tokens - at.row;
     const i64 stride = i64(p.HV) * V, states = tile.chunk_row * V * K + at.in_global(K),
               values = tile.row * V + at.in_global(stride);
@@ -212,10 +210,10 @@ DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const Wo
 }
 
 // Copy q and k.
-DEVICE void copy_keys(const GradientsParams& p, const Shared& shared, const WorkTile& tile, int tokens) {
+DEVICE void copy_keys(Place at, const GradientsParams& p, const Shared& shared, const WorkTile& tile, int tokens) {
     i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
-    copy_rows(shared.q(), p.q + keys, stride, tokens);
-    copy_rows(shared.k(), p.k + keys, stride, tokens);
+    copy_rows(at, shared.q(), p.q + keys, stride, tokens);
+    copy_rows(at, shared.k(), p.k + keys, stride, tokens);
 }
 
 // Beta as loaded: where it is converted, it is waited for.

@@ -85,11 +85,10 @@ class Variant(NamedTuple):
             tokens = CHUNK * ((warps + 1) * 16 + 24 * 4 + 10 * 4 + 8) + 4 * 4 * 4
             return inputs + pairs + tokens + tiles + (2 * warps + 2) * 4
         logits = CHUNK * (K + 4) * 4 if self.g_wide else CHUNK * K * 2
-        row_tiles = max(2 * K // 16 + 12, 24)
+        row_tiles = max(2 * K // 16 + 12, 32)
         inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
-        exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        patterns, gate = 0 if self.g_wide else 4 * 256, (2 * warps + 1 + K) * 4
-        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + tiles + patterns + gate
+        exchanged, gate = 2 * 36 * 256 + 3 * 4 * K * 4, (2 * warps + 1 + K) * 4
+        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + tiles + gate
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:

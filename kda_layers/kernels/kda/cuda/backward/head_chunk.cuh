@@ -6,24 +6,12 @@
 #include "head_gates.cuh"
 #include "head_pairs.cuh"
 
-// <S, dS>, what passes through the chunk: on the diagonals of products of 8 channels with each other.
-struct Through {
-    Fragment x[2] = {};
-
-    template <int steps> DEVICE void add(const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
-        #pragma unroll
-        for (int s = 0; s < steps; s++) {
-            #pragma unroll
-            for (int i = 0; i < 2; i++) Io::mma(x[i], S[s][i], 0, S[s][i + 2], 0, dS[s][i], dS[s][i + 2]);
-        }
-    }
-    DEVICE void store(HalfLane lane, const Shared& shared) const {
-        const int i = lane.id / 4;  // of a row, on the diagonal in lane i / 2 of 4
-        float sum = lane.id % 4 != i / 2 ? 0.f : i % 2 ? x[0][1] + x[1][1] : x[0][0] + x[1][0];
-        for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-        if (lane.id == 0) shared.through()[CHANNEL_WARPS * lane.half + lane.warp] = sum;
-    }
-};
+// The sum of <S, dS> over channels.
+DEVICE void store_through(HalfLane lane, const Shared& shared, const Through& through) {
+    float sum = Through::here(lane) ? through.x[0] + through.x[1] : 0.f;
+    for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+    if (lane.id == 0) shared.through()[CHANNEL_WARPS * lane.half + lane.warp] = sum;
+}
 
 // Gradients through the states: decays from the chunk's start or to its end are numbers of a token, as norms are.
 DEVICE void through_states(HalfLane lane, VectorGradients& d, const StateGradients& by_state, const GradientsParams& p,
@@ -150,17 +138,17 @@ DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         if constexpr (TRIANGLES_FIRST) triangles.multiply(lane, shared);
         by_state.multiply(lane, shared, through);
         if constexpr (!TRIANGLES_FIRST) triangles.multiply(lane, shared);
-        through.store(lane, shared);
+        store_through(lane, shared, through);
         cp_async_wait<0>();
         wgmma_wait<0>();
         #pragma unroll
         for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
         fence_proxy_async_shared();
         block_sync();  // the operands are read, and tokens are there
-        if (next.valid()) copy_inputs<0, INPUT_SHARES>(p, shared, next);
+        if (next.valid()) copy_inputs<0, INPUT_SHARES>(Place::of_thread(), p, shared, next);
         cp_async_commit();
         lane.opt_barrier();
-        if (tile.first()) find_norms(lane, p, shared);
+        if (tile.first()) find_norms(lane, p, shared, 1.f);
         find_decays(lane, p, shared, tile.chunk.tokens);
         block_sync();
         lane.opt_barrier();

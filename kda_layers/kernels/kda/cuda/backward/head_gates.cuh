@@ -92,8 +92,8 @@ DEVICE void finish_head_gates(Lane lane, const GradientsParams& p, const Shared&
 }
 
 // Copy q and k with a key head's first value head.
-DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    if (tile.first()) copy_keys(p, shared, tile, tile.chunk.tokens);
+DEVICE void copy_tokens(Place place, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    if (tile.first()) copy_keys(place, p, shared, tile, tile.chunk.tokens);
 }
 
 // What a token writes in all, for beta's gradient.

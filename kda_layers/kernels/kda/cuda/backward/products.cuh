@@ -31,9 +31,6 @@ struct Triangles {
     static DEVICE bool is_L(Lane lane, int i) { return EACH == 1 ? lane.warp / 4 : i; }
 
     static DEVICE int row_of(Lane lane, int r) { return 2 * (lane.warp % 4) + r; }  // of 8 tokens
-    static DEVICE bool on_diagonal(HalfLane lane, int r) {
-        return row_of(lane, r) / OCTETS == lane.half && lane.id / 8 == lane.id % 4;
-    }
 
     // Asynchronous.
     DEVICE void multiply(HalfLane lane, const Shared& shared) {
@@ -56,6 +53,24 @@ DEVICE float over_tokens(float x) {  // sum over the lanes that have the same ch
     return x + shuffle_xor(x, 2);
 }
 
+// <S, dS> of each channel, what passes through the chunk: on diagonals of the channels' products with each other. Those of
+// 16 channels with 8 take no more instructions than those of 8, whose operands would have to be moved beside zeros.
+struct Through {
+    float x[2] = {};  // of channels g and g + 8, in the lanes where `here`
+
+    template <int steps> DEVICE void find(Lane lane, const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
+        Fragment sums[2] = {};
+        #pragma unroll
+        for (int s = 0; s < steps; s++) {
+            #pragma unroll
+            for (int c = 0; c < 2; c++) Io::mma(sums[c], S[s][0], S[s][1], S[s][2], S[s][3], dS[s][c], dS[s][c + 2]);
+        }
+        #pragma unroll
+        for (int c = 0; c < 2; c++) x[c] = lane.id / 4 % 2 ? sums[c][2 * c + 1] : sums[c][2 * c];
+    }
+    static DEVICE bool here(Lane lane) { return lane.id % 4 == lane.id / 8; }
+};
+
 // Gradients of a warp's channels and tokens through the state, without decays: of queries, of keys that read, of keys
 // that write.
 enum Which { QUERIES, READERS, WRITERS };
@@ -63,8 +78,8 @@ struct StateGradients {
     Tokens x[3];
 
     // The states stay in registers for all that they are multiplied by: the MMAs are bound by reading shared memory. Also
-    // adds <S, dS> to `through`, which passes through the chunk: the warps of either half of the tokens have one half of V.
-    template <class Through> DEVICE void multiply(HalfLane lane, const Shared& shared, Through& through) {
+    // finds <S, dS>, which passes through the chunk: the warps of either half of the tokens have one half of V.
+    DEVICE void multiply(HalfLane lane, const Shared& shared, Through& through) {
         constexpr int STEPS = V / 16 / HALVES;  // of V, whose states are in registers at once
         const int rows = lane.half * HALF_ROWS;
         const Operand values[3] = {swizzled_operand(shared.d_o() + rows), swizzled_operand(shared.d_v() + rows),
@@ -87,7 +102,7 @@ struct StateGradients {
                                              values_at(values[which], STEPS * half + s));
             }
             wgmma_commit();
-            if (half == lane.half) through.add(S, dS);
+            if (half == lane.half) through.find(lane, S, dS);
             wgmma_wait<0>();
             #pragma unroll
             for (int which = 0; which < 3; which++) fence_operand(x[which]);
@@ -101,9 +116,9 @@ DEVICE float keep(Lane lane, int mask, float low, float high) {
     return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
 }
 
-// 1 / |q| and 1 / |k|, or 1 without qk_l2norm: of 8 tokens at a time the diagonal of their products with each other, by
+// q_scale / |q| and 1 / |k|, or q_scale and 1 without qk_l2norm: of 8 tokens at a time the diagonal of their products with each other, by
 // MMAs, which take an eighth of the instructions that sums of squares would.
-DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& shared) {
+DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& shared, float q_scale) {
     #pragma unroll
     for (int i = 0; i < 2 * CHUNK / 8 / WARPS; i++) {
         const int which = lane.half, octet = i * CHANNEL_WARPS + lane.warp;
@@ -119,6 +134,6 @@ DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& sh
         if (lane.id % 4 != token / 2) continue;
         const float square = token % 2 ? sums[0][1] + sums[1][1] : sums[0][0] + sums[1][0];
         (which ? shared.k_norms() : shared.q_norms())[8 * octet + token] =
-            p.qk_l2norm ? rsqrt_fast(square + 1e-6f) : 1.f;
+            (which ? 1.f : q_scale) * (p.qk_l2norm ? rsqrt_fast(square + 1e-6f) : 1.f);
     }
 }
