@@ -21,6 +21,7 @@ from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, Problem, 
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.cuda.spec import Signature
+from kda_layers.kernels.kda.reference import activate
 from kda_layers.states import dequantize_state, quantize_state
 from kda_layers.testing.oracle import call, options
 
@@ -106,7 +107,8 @@ def _has_roles(backend: str, x: Inputs) -> bool:
     ours = KDA.backends().get(backend)
     if not isinstance(ours, CudaBackend) or not x.v.is_cuda:
         return False
-    return forms.choose(Signature.of(x), ours.machine.properties(x.v.device)) is forms.TWO_ROLES
+    s = Signature.of(activate(x, tuple(ours.fused)))
+    return forms.choose(s, ours.machine.properties(x.v.device)) is forms.TWO_ROLES
 
 
 def one_role_forward(backend: str, x: Inputs) -> Contender:
