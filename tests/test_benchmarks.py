@@ -55,6 +55,7 @@ from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels import fla_api
+from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.reference import activate, log_decay
@@ -895,6 +896,14 @@ def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
     assert two_roles.declined is None
     assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
     assert [c.name for c in trainings(["eager", "sm90"], x, x.v)] == ["eager", "sm90"]
+
+
+@pytest.mark.parametrize("head_gates", [False, True])
+def test_one_role_is_timed_beside_two(head_gates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = cases.make_inputs(Case(1, 2048, 32, head_gates=head_gates), "cpu")
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(KDA.backends()["sm90"].machine, "properties", lambda _: Properties(132, 90, 2**37))
+    assert [c.name for c in forwards(["sm90"], x)] == ["sm90", "sm90, one role"]
 
 
 def test_a_backend_that_does_not_serve_is_refused_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, Problem, 
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.cuda.spec import Signature
+from kda_layers.kernels.kda.reference import activate
 from kda_layers.states import dequantize_state, quantize_state
 from kda_layers.testing.oracle import call, options
 
@@ -111,7 +112,8 @@ def _has_roles(backend: str, x: Inputs, saves: bool) -> bool:
     ours = KDA.backends().get(backend)
     if not isinstance(ours, CudaBackend) or not x.v.is_cuda:
         return False
-    return forms.choose(Signature.of(x, saves), ours.machine.properties(x.v.device)) is forms.TWO_ROLES
+    s = Signature.of(activate(x, tuple(ours.fused)), saves)
+    return forms.choose(s, ours.machine.properties(x.v.device)) is forms.TWO_ROLES
 
 
 def in_one_role(plain: Contender) -> Contender:

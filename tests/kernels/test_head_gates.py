@@ -164,6 +164,7 @@ def test_equals_transformers(T: int, norm: bool) -> None:
 
     def theirs(function: Any) -> Any:
         def f(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> Any:
+            q, k = (t.repeat_interleave(HV // H, 2) for t in (q, k))  # in transformers 5.17 by its caller
             return function(
                 q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
                 use_qk_l2norm_in_kernel=norm,

@@ -222,10 +222,10 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     run = RepeatedLayerStep.__call__
 
-    def counted(step: RepeatedLayerStep, q: Tensor, *more: Any) -> Tensor:
+    def counted(step: RepeatedLayerStep, q: Tensor, *more: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             calls.append(q.shape[0])
-        return run(step, q, *more)
+        return run(step, q, *more, **kwargs)
 
     monkeypatch.setattr(RepeatedLayerStep, "__call__", counted)
     return calls
