@@ -53,16 +53,16 @@ quick: $(DEV)
 test: lint
 	$(PYTEST) -m "not (slow or emulated or combination)"
 
-# What `make test` leaves out, but for the tests of kernels: models, examples, what is installed.
+# Slow tests of models, examples and what is installed; those of kernels are left to `make test-all`.
 test-models: $(DEV)
-	$(PYTEST) -m "(slow or combination) and not emulated" --ignore tests/kernels --ignore tests/cuda_emulator tests
+	$(PYTEST) -m "slow and not (emulated or combination)" --ignore tests/kernels --ignore tests/cuda_emulator tests
 
 test-all: lint $(DOCS)
-	$(PYTEST) -m "not (emulated and combination)"
+	$(PYTEST) -m "not combination"
 
-# Models with the oldest transformers; `make test-models` and `make test-all` run them with the newest.
+# Models with the oldest transformers; `make test-models` and `make test-all` run them, and further ones, with the newest.
 test-oldest: $(DEV) .venv/oldest
-	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) tests/modeling
+	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) -m "not (slow or combination)" tests/modeling
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

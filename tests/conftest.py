@@ -2,7 +2,8 @@
 
 A test is marked where it stands: `slow`, `compiles`, `emulated`, `gpu` or `fallback` (see pyproject.toml).
 `combination` is set here: a test runs each value of each of its parameters in one case at least, and its other cases
-are combinations of values that have run, which `make test` leaves to `make test-all`.
+are combinations of values that have run. Rows of a table that resemble others have it where they stand. Every target
+leaves these to plain `pytest`.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 KDA_LAYERS_FAILURES=FILE collects failures as they come.
 --record-versions adds the installed torch and transformers to `kda_layers/tested_versions.json` if the tests pass that
@@ -29,7 +30,7 @@ from tests import cuda_emulator
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_GPU = torch.cuda.is_available()
-ALL_TESTS = "not (emulated and combination)"  # of `make test-all`
+ALL_TESTS = "not combination"  # of `make test-all`
 
 if not ON_GPU:
     # Triton reads it when it is imported, which the conftest of a folder may do, before any hook is called.

@@ -112,7 +112,7 @@ CASES = [
     exact(lengths=(1, 1, 1), group=2),
     Case(lengths=(0, 0, 5), state=True, checkpoints=False),
     Case(lengths=(0, 0, 5), H=1, gate="log_decay", final=False, beta="given", beta_wide=True),
-    Case(lengths=(1,) * 40, H=1, gate="log_decay", state=True, offsets_dtype=torch.int64),
+    Case(lengths=(1,) * 40, H=1, K=64, V=64, gate="log_decay", state=True, offsets_dtype=torch.int64),
     Case(lengths=(65, 0, 1, 130, 64, 0), H=1, group=2, slow=True, state=True),
     narrow(lengths=(65, 0, 1, 130, 64, 0), H=1, group=4, offsets_dtype=torch.int64),
     Case(lengths=RAGGED, H=1, group=2, K=16, V=32, slow=True, poison=True),

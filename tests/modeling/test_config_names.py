@@ -40,7 +40,7 @@ def test_arguments_of_the_layer_are_no_fields(config: type[PreTrainedConfig]) ->
 def test_every_argument_of_the_layer_is_a_field_or_has_one(config: type[PreTrainedConfig]) -> None:
     parameters = inspect.signature(KimiDeltaAttention).parameters
     arguments = set(parameters) - {"unknown"}
-    only = {"layer_idx", "backend"}
+    only = {"layer_idx", "backend", "output_activation"}
     assert config().layer_arguments().keys() == arguments - only
     old = OLD_KEYWORDS["KimiDeltaAttention"]
     assert set(old.values()) <= arguments

@@ -160,7 +160,7 @@ def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
         meant = f"linear_{OLD_KEYWORDS['KimiDeltaAttention'].get(name, name)}"
         if meant in fields:
             wrong.append(f"{name} (use {meant})")
-        elif name in ("layer_idx", "backend"):
+        elif name in ("layer_idx", "backend", "output_activation"):
             wrong.append(f"{name} (an argument of KimiDeltaAttention only)")
         elif name in OF_FLA:
             wrong.append(f"{name} (use the field of {OF_FLA[name]})")
