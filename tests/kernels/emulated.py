@@ -142,6 +142,13 @@ def two_roles_saving(
         return forms.run(x, plan, ALL_IN_CHUNKS)  # type: ignore[return-value]
 
 
+def swizzled(states: Tensor) -> Tensor:
+    """States [rows, HV, V, K] in the order in which they are saved, `saved_at` in chunk.cuh, or back."""
+    pieces = states.unflatten(-1, (-1, 8))
+    column, piece = (torch.arange(n) for n in pieces.shape[-3:-1])
+    return pieces[..., column[:, None], piece ^ column[:, None] % 8, :].flatten(-2)
+
+
 def without_two_roles() -> Any:
     """Context, for all threads, in which no CTAs are specialised."""
     return mock.patch.object(two_roles_launcher, "declined", "is switched off")

@@ -96,7 +96,7 @@ def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> Left:
 
     errors = torch.stack(all_errors).view(B, T, HV, V)
     with torch.no_grad():
-        saved = Saved(torch.empty(0), by_chunk(starts), errors.to(dtype))
+        saved = Saved(torch.empty(0), emulated.swizzled(by_chunk(starts)), errors.to(dtype))
         return Left(saved, Scanned(d_v.to(dtype), by_chunk(d_ends), None), d_o)
 
 

@@ -74,7 +74,8 @@ def by_name(x: Inputs, saved: Saved, got: Scanned) -> dict[str, Tensor]:
     """The tensors that exist, without the rows that packed sequences leave over."""
     lengths = [x.q.shape[1]] * x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
     rows = sum(-(-n // CHUNK) for n in lengths)
-    kept = {"states": saved.states[:rows], "errors": saved.errors, "d_v": got.d_v, "d_states": got.d_states[:rows]}
+    states = emulated.swizzled(saved.states[:rows])
+    kept = {"states": states, "errors": saved.errors, "d_v": got.d_v, "d_states": got.d_states[:rows]}
     return kept if got.d_initial is None else kept | {"d_initial": got.d_initial}
 
 

@@ -256,7 +256,7 @@ PARAMS = Params("ForwardParams", """
     u32* progress;                 // [CTA groups][2][32] zeros
     // Saved if SAVES; NC chunks of all sequences
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
-    u16* states;                 // [NC, HV, V, K], at each chunk's start
+    u16* states;                 // [NC, HV, V, K], at each chunk's start, see saved_at
     u16* errors;                 // [B, T, HV, V], V'
     unsigned char* T_fp16;       // [NC, HV, SQUARE] if T_FP16: T' in fp16, see stage.cuh
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint

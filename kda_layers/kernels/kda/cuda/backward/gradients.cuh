@@ -190,14 +190,14 @@ DEVICE void store_rows(Place at, u16* to, const unsigned char* from, i64 stride,
 template <int first, int end>
 DEVICE void copy_inputs(Place at, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const int tokens = tile.chunk.tokens - at.row;
-    const i64 stride = i64(p.HV) * V, states = tile.chunk_row * V * K + at.in_global(K),
+    const i64 stride = i64(p.HV) * V, states = tile.chunk_row * V * K, saved = at.row * K + saved_at(at.row, at.piece),
               values = tile.row * V + at.in_global(stride);
     unsigned char* to = shared.base + at.in_shared();
     #pragma unroll
     for (int i = first; i < min(end, INPUT_SHARES); i++) {
         if (i < 2 * STATE_SHARES) {
             const int share = i % STATE_SHARES, row = row_of_share(share, STATE_SHARES);
-            const u16* from = i < STATE_SHARES ? p.states : p.d_states;
+            const u16* from = i < STATE_SHARES ? p.states + saved : p.d_states + at.in_global(K);
             cp_async_16(to + i * SHARE, from + states + row * K + column_of_share(share, STATE_SHARES), true);
         } else {
             const int which = (i - 2 * STATE_SHARES) / TOKEN_SHARES, share = (i - 2 * STATE_SHARES) % TOKEN_SHARES;

@@ -29,3 +29,7 @@ template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
 // Matrices of 16-bit elements are stored in 8 x 8 blocks of 128 bytes, 8 adjacent elements of a row: the byte of
 // block (i, j) of a matrix that is `columns` blocks wide.
 DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
+
+// Element in a column of a saved state where `piece`, 8 channels of it, begins. Swizzled, so that neither what writes whole
+// states to shared memory nor what reads them has bank conflicts, and one bulk copy stores a block's columns.
+DEVICE int saved_at(int column, int piece) { return (piece ^ column % 8) * 8; }

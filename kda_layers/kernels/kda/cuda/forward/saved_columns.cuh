@@ -14,9 +14,10 @@ static_assert(HAS_WGMMA, "fence_proxy_async_shared, which bulk stores need, does
 // Give the state at the start of chunk `count`.
 DEVICE void give_state(Lane lane, const u32 (&S)[K / 16][4], const ScanShared& shared, u32 count) {
     if (count > 0) mbarrier_wait(shared.state_taken(), count - 1 & 1);
-    unsigned char* const row = shared.state(16 * lane.warp + lane.id % 16) + lane.id / 16 * 16;
+    const int column = 16 * lane.warp + lane.id % 16;
+    u16* const row = reinterpret_cast<u16*>(shared.state()) + column * K;
     #pragma unroll
-    for (int s = 0; s < K / 16; s++) stmatrix_x4(row + 32 * s, S[s]);
+    for (int s = 0; s < K / 16; s++) stmatrix_x4(row + saved_at(column, 2 * s + lane.id / 16), S[s]);
     signal(lane, shared.state_there());
 }
 
@@ -35,9 +36,7 @@ DEVICE void store_states(Lane lane, const ForwardParams& p, const ScanShared& sh
         u16* const to = p.states + state_at(at.kept(p), slice() * BV);
         mbarrier_wait(shared.state_there(), count & 1);
         fence_proxy_async_shared();
-        #pragma unroll
-        for (int column = lane.id; column < BV; column += 32)
-            cp_async_bulk_store(to + column * K, shared.state(column), K * 2);
+        if (lane.id == 0) cp_async_bulk_store(to, shared.state(), BV * K * 2);
         cp_async_bulk_commit();
         cp_async_bulk_wait_read<0>();
         signal(lane, shared.state_taken());

@@ -143,10 +143,11 @@ struct Values {
 
 // Store a state, an operand in shared memory, to [V, K] in global memory; by 128 threads.
 DEVICE void save_state(u16* to, const unsigned char* from, int thread) {
-    int row = thread % 8, column = BV / 4 * (row / 2) + row % 2 + thread / K * 2, channel = thread / 8 % (K / 8) * 8;
+    const int row = thread % 8, first = BV / 4 * (row / 2) + row % 2 + thread / K * 2, piece = thread / 8 % (K / 8);
     #pragma unroll 2
     for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces of 16 bytes are 128 / K blocks of 8 rows
-        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) =
+        const int column = first + 256 / K * i;
+        *reinterpret_cast<uint4*>(to + column * K + saved_at(column, piece)) =
             reinterpret_cast<const uint4*>(from)[thread + 128 * i];
     }
 }

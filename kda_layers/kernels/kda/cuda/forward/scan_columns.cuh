@@ -26,15 +26,11 @@ template <class Type> constexpr bool HAS_RANGE = false;
 template <> constexpr bool HAS_RANGE<Bf16> = true;
 constexpr bool SCALES_LATE = HAS_RANGE<Io>;
 
-// With SAVES, bytes of every eighth column of a rounded state, and 16 so that eight neighbours have no bank conflicts.
-constexpr int COLUMNS_8 = BV / 8 * K * 2 + 16;
-
 struct ScanShared {
     static constexpr int STAGES = SCAN_STAGES, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
     static constexpr int AT_VALUES = STAGES * SCAN_STAGE_BYTES, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
-    static constexpr int AT_STATE = AT_OUTPUTS + (HAS_OUTPUTS ? OUTPUTS * TOKENS : 0),
-                         STATE = SAVES ? 8 * COLUMNS_8 : 0;
+    static constexpr int AT_STATE = AT_OUTPUTS + (HAS_OUTPUTS ? OUTPUTS * TOKENS : 0), STATE = SAVES ? BV * K * 2 : 0;
     static constexpr int AT_BARRIERS = AT_STATE + STATE, MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
     static constexpr int BYTES = MOVES + (VALUES + 4 * SAVES) * 8;
 
@@ -53,10 +49,7 @@ struct ScanShared {
     DEVICE u64* state_there() const { return all_taken() + 1; }
     DEVICE u64* state_taken() const { return all_taken() + 2; }
     DEVICE u32* chunks() const { return reinterpret_cast<u32*>(all_taken() + 3); }  // of this CTA group
-    // A column's channels in the rounded state at a chunk's start.
-    DEVICE unsigned char* state(int column) const {
-        return base + AT_STATE + column % 8 * COLUMNS_8 + column / 8 * (K * 2);
-    }
+    DEVICE unsigned char* state() const { return base + AT_STATE; }  // rounded, at a chunk's start, see saved_at
 
     // warps of a CTA that release a part; moving warps read the outputs' scale
     static DEVICE constexpr int releases(int part) { return part == OUTPUT && SCALES_LATE ? WARPS + MOVERS : WARPS; }

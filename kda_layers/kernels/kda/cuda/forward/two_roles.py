@@ -80,7 +80,7 @@ class Variant(NamedTuple):
             return TRANSITION_STAGES * (read + 2 * CHUNK * self.K) + 8 * 5 * TRANSITION_STAGES
         prepared, barriers = SCAN_STAGES * spec.stage_bytes(self.K), 8 * (4 * SCAN_STAGES + 2)
         if self.saves:
-            return prepared + 2 * 2 * CHUNK * BV + 2 * BV * self.K + 16 * 8 + barriers + 8 * 3
+            return prepared + 2 * 2 * CHUNK * BV + 2 * BV * self.K + barriers + 8 * 3
         return prepared + 4 * 2 * CHUNK * BV + barriers
 
 
