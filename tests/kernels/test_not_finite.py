@@ -9,7 +9,18 @@ from torch import Tensor
 from kda_layers import kda_step
 from kda_layers.kernels.kda.contract import Inputs, problem_of
 from kda_layers.kernels.kda.reference import recurrence
-from tests.kernels.cases import BF16, Case, call, make_inputs, on_every_backend, on_every_device, options, serve
+from tests.kernels.cases import (
+    BF16,
+    Case,
+    call,
+    make_inputs,
+    on_every_backend,
+    on_every_device,
+    options,
+    output_gradients,
+    run,
+    serve,
+)
 
 BAD = 100  # a token of the second chunk of 64, of the second sequence
 every_input = pytest.mark.parametrize(
@@ -51,6 +62,26 @@ def test_a_bad_token_reaches_its_chunk_and_what_follows(
     assert not good(o)[1, BAD:].any()
     assert not final[1].isfinite().all()
     assert not checkpoints[1, 1].isfinite().all()
+
+
+@on_every_backend
+@on_every_device
+@every_input
+def test_a_bad_token_shows_in_gradients(
+    name: str, value: float, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Of gate parameters, and of k from it on; not in those of another sequence."""
+    x = make_inputs(Case(B=2, T=170, H=1, K=64, V=64, dtype=BF16, slow=True, checkpoints=False), device)
+    serve(backend, problem_of(x, needs_grad=True), required_backends)
+    d_out = output_gradients(x)
+    want = run(lambda x: call(x, backend), x, d_out)
+    getattr(x, name)[1, BAD][0] = value
+    got = run(lambda x: call(x, backend), x, d_out)
+    for n in ("d_q", "d_k", "d_v", "d_g", "d_beta"):
+        assert torch.equal(got[n][0], want[n][0])
+    assert not good(got["d_k"])[1, BAD:].any()
+    assert not got["d_A_log"].isfinite().any()
+    assert not got["d_dt_bias"].isfinite().all()
 
 
 @every_input
