@@ -222,15 +222,14 @@ def main(argv: Sequence[str] | None = None, machine_class: str = CUDA) -> int:
     if machine_class == CUDA and not torch.cuda.is_available():
         print("benchmarks.versions needs a CUDA device, and torch finds none here", file=sys.stderr)
         return 2
-    lines = ["| case | version | ms | passes | again | results |", "|" + " --- |" * 6]
+    print("| case | version | ms | passes | again | results |", "|" + " --- |" * 6, sep="\n")
     with contextlib.ExitStack() as stack:
         versions = {}
         for name, what in named.items():
             versions[name] = Version(stack.enter_context(folder_of(what)), machine_class, args.backend)
             stack.callback(versions[name].close)
         for case in tqdm(args.cases, desc="cases"):
-            lines += compare(case, versions)
-    print("\n".join(lines))
+            print(*compare(case, versions), sep="\n", flush=True)
     return 0
 
 

@@ -57,7 +57,7 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
     const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
     u32 count = 0;
     PlainTiles tiles;
-    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+    for (tiles.start(p, scanning_group(p)); tiles.valid(p); tiles.skip(p)) {
         const WorkTile tile = tiles.at(p);
         const int chunks = tiles.in_run(), before = tiles.first * CHUNK, tokens = tile.length - before;
         i64 at = tile.row(p, before) * V + slice() * BV;
@@ -90,7 +90,7 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
 DEVICE void move_rows_across_tiles(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const i64 stride = i64(p.HV) * V;
     GroupChunks at, loaded, prefetched;
-    at.start(p, cta_group());
+    at.start(p, scanning_group(p));
     if (!at.valid(p)) return;
     loaded = prefetched = at;
     const auto prefetch = [&] {

@@ -8,7 +8,17 @@
 #pragma once
 #include "shared.cuh"
 
+// With SAVES, the other way round: those that scan come last. Then a block waits only for blocks before it, which a GPU
+// starts first, and no launch waits until all of them can run.
 DEVICE int scanning_blocks(const ForwardParams& p) { return p.groups * SLICES; }
+DEVICE int preparing_blocks(const ForwardParams& p) { return gridDim.x - scanning_blocks(p); }
+DEVICE int first_scanning(const ForwardParams& p) { return SAVES ? preparing_blocks(p) : 0; }
+DEVICE bool is_scanning(const ForwardParams& p) {
+    return SAVES ? int(blockIdx.x) >= first_scanning(p) : int(blockIdx.x) < scanning_blocks(p);
+}
+DEVICE int scanning_group(const ForwardParams& p) { return (int(blockIdx.x) - first_scanning(p)) / SLICES; }
+// Of this CTA among those that prepare.
+DEVICE int preparing_index(const ForwardParams& p) { return int(blockIdx.x) - (SAVES ? 0 : scanning_blocks(p)); }
 DEVICE u32 chunks_of_sequence(const ForwardParams& p) { return (in_chunks(p, p.T) + CHUNK - 1) / CHUNK; }
 
 // The tiles that are scanned, the chunks of each, and the index of its work tile.
@@ -155,13 +165,13 @@ struct GroupChunks {
 DEVICE u32 chunks_of_group(Lane lane, const ForwardParams& p) {
 #if PACKED
     u32 all = 0;
-    for (int index = cta_group() + lane.id * p.groups; index < p.tiles; index += 32 * p.groups)
+    for (int index = scanning_group(p) + lane.id * p.groups; index < p.tiles; index += 32 * p.groups)
         all += max(work_tile(p, index).chunks(), 0);
     for (int mask = 1; mask < 32; mask *= 2) all += shuffle_xor(all, mask);
     return all;
 #else
     const Runs runs(p);
-    return runs.start(cta_group() + 1) - runs.start(cta_group());
+    return runs.start(scanning_group(p) + 1) - runs.start(scanning_group(p));
 #endif
 }
 
@@ -177,11 +187,11 @@ struct PlainSearch {
     DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
     DEVICE i64 kept(const ForwardParams& p) const { return kept_index(p, tile, chunk); }
     DEVICE void start(Lane, const ForwardParams& p) {
-        item = blockIdx.x - scanning_blocks(p);
+        item = preparing_index(p);
         find(p);
     }
     DEVICE void skip(Lane, const ForwardParams& p) {
-        item += gridDim.x - scanning_blocks(p);
+        item += preparing_blocks(p);
         find(p);
     }
     DEVICE void find(const ForwardParams& p) {
@@ -237,11 +247,11 @@ struct PackedSearch {
     DEVICE i64 kept(const ForwardParams& p) const { return i64(first_row + chunk) * p.HV + tile.head; }
     DEVICE void start(Lane lane, const ForwardParams& p) {
         tiles.start(p, lane.id < p.groups ? lane.id : p.tiles);
-        end = max(tiles.tile.chunks(), 0), count = 0, offset = blockIdx.x - scanning_blocks(p);
+        end = max(tiles.tile.chunks(), 0), count = 0, offset = preparing_index(p);
         find(lane, p);
     }
     DEVICE void skip(Lane lane, const ForwardParams& p) {
-        offset += gridDim.x - scanning_blocks(p);
+        offset += preparing_blocks(p);
         find(lane, p);
     }
     DEVICE void find(Lane lane, const ForwardParams& p) {

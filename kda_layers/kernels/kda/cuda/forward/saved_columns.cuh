@@ -32,7 +32,7 @@ DEVICE void give_errors(Lane lane, const Tokens& E, const ScanShared& shared, u3
 DEVICE void store_states(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     GroupChunks at;
     u32 count = 0;
-    for (at.start(p, cta_group()); at.valid(p); at.skip(p), count++) {
+    for (at.start(p, scanning_group(p)); at.valid(p); at.skip(p), count++) {
         u16* const to = p.states + state_at(at.kept(p), slice() * BV);
         mbarrier_wait(shared.state_there(), count & 1);
         fence_proxy_async_shared();

@@ -218,7 +218,7 @@ DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Ti
     if (tiles.begins()) {
         state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
     } else {
-        const int group = cta_group() - 1;
+        const int group = scanning_group(p) - 1;
         while (read_counter(handed(p, group, slice())) < WARPS) back_off();
         fence_gpu();
         warp_sync();
@@ -230,9 +230,9 @@ DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Ti
 DEVICE void end_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, const WorkTile& tile,
                      int column) {
     if (!tiles.ends()) {
-        state.store(lane, handed_state(p, cta_group()) + state_at(0, column));
+        state.store(lane, handed_state(p, scanning_group(p)) + state_at(0, column));
         warp_sync();
-        if (lane.id == 0) red_add_release(handed(p, cta_group(), slice()), 1);
+        if (lane.id == 0) red_add_release(handed(p, scanning_group(p), slice()), 1);
         return;
     }
     if (p.final_state) state.store(lane, p.final_state + state_at(tiles.state(p), column));
@@ -250,7 +250,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
     Place at = {0, 0, 0};
     Tiles tiles;
-    tiles.start(p, cta_group());
+    tiles.start(p, scanning_group(p));
     Carried x;
     const u32 all = SAVES ? *shared.chunks() : 0;
     if (SAVES && all > 0) enter(lane, x, shared, at, false), signal(lane, shared.moved(0));

@@ -18,7 +18,7 @@ DEVICE void scan_transitions(Lane lane, const ForwardParams& p, const ScanShared
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
     Place at = {0, 0, 0};
     PlainTiles tiles;
-    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+    for (tiles.start(p, scanning_group(p)); tiles.valid(p); tiles.skip(p)) {
         Carried x;
         x.state.load(lane, nullptr);
         if (!has_values()) set_identity(lane, x.state, slice() % (V / BV) * BV + 16 * lane.warp);
@@ -66,7 +66,7 @@ DEVICE void move_values(Lane lane, const ForwardParams& p, const ScanShared& sha
     const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
     u32 count = 0;
     PlainTiles tiles;
-    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+    for (tiles.start(p, scanning_group(p)); tiles.valid(p); tiles.skip(p)) {
         const int chunks = tiles.in_run();
         const u16* from = p.v + tiles.at(p).row(p, 0) * V + slice() * BV;
         for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, from + i * step, stride, i < chunks ? CHUNK : 0);

@@ -84,7 +84,7 @@ DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     kda_forward_two_roles(const __grid_constant__ ForwardParams p) {
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
-    const bool scans = int(blockIdx.x) < scanning_blocks(p);
+    const bool scans = is_scanning(p);
     if (threadIdx.x == 0) {
         if (scans) ScanShared{shared_memory()}.init_barriers();
         else Shared{shared_memory()}.init_barriers();

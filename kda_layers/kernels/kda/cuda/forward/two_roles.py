@@ -1,6 +1,7 @@
 """Launcher of two_roles.cu: specialised CTAs, which prepare or scan; faster with few heads and for packed sequences.
 
-All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run.
+All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run. If it
+saves for a backward, a block waits only for those before it, so that other kernels may run beside.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     )
     v = v._replace(head_gates=s.head_gates)
     blocks = split.groups * v.slices + split.preparers
-    launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=True)
+    launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=not s.saves)
     if s.saves:  # rows of saved chunks replace the ring
         split = split._replace(ring_slots=most_chunks(s, split.groups))
     else:
