@@ -70,7 +70,7 @@ def test_a_bad_token_reaches_its_chunk_and_what_follows(
 def test_a_bad_token_shows_in_gradients(
     name: str, value: float, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
-    """Of gate parameters, and of k from it on; not in those of another sequence."""
+    """The gradients of gate parameters, and of k from it on; not those of another sequence."""
     x = make_inputs(Case(B=2, T=170, H=1, K=64, V=64, dtype=BF16, slow=True, checkpoints=False), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out = output_gradients(x)

@@ -16,9 +16,9 @@ DEVICE int first_scanning(const ForwardParams& p) { return SAVES ? preparing_blo
 DEVICE bool is_scanning(const ForwardParams& p) {
     return SAVES ? int(blockIdx.x) >= first_scanning(p) : int(blockIdx.x) < scanning_blocks(p);
 }
-DEVICE int scanning_group(const ForwardParams& p) { return (int(blockIdx.x) - first_scanning(p)) / SLICES; }
+DEVICE int scanning_group(const ForwardParams& p) { return (blockIdx.x - first_scanning(p)) / SLICES; }
 // Of this CTA among those that prepare.
-DEVICE int preparing_index(const ForwardParams& p) { return int(blockIdx.x) - (SAVES ? 0 : scanning_blocks(p)); }
+DEVICE int preparing_index(const ForwardParams& p) { return blockIdx.x - (SAVES ? 0 : scanning_blocks(p)); }
 DEVICE u32 chunks_of_sequence(const ForwardParams& p) { return (in_chunks(p, p.T) + CHUNK - 1) / CHUNK; }
 
 // The tiles that are scanned, the chunks of each, and the index of its work tile.
