@@ -101,10 +101,9 @@ def state_dtypes(results: Results, name: str) -> str:
         return [Line(form, points[form], color) for form, color in forms.items() if points[form]]
 
     whole = max(int(r["tokens"].partition("-")[2]) for r in rows if r["task"] == "text")
-    panels = [
-        Panel("held-out text", "token", "nats per token more than fp32", lines("text", "more_nats"), log=False),
-        Panel("recall", "tokens of filler", "share of right values", lines("recall", "accuracy"), log=False),
-    ]
+    panels = [Panel("held-out text", "token", "nats per token more than fp32", lines("text", "more_nats"), log=False)]
+    if recall := lines("recall", "accuracy"):
+        panels.append(Panel("recall", "tokens of filler", "share of right values", recall, log=False))
     return svg.chart(panels, "Task scores of recurrent states")
 
 
@@ -269,6 +268,6 @@ RUNS: dict[str, Callable[[Results], str]] = {  # beside the page of the result f
     "gpu-long-generation": long_generation,
     "gpu-parallel": parallel,
     "gpu-train-120m-fla": train_120m,
-    "cpu-state-dtypes": partial(state_dtypes, name="cpu-state-dtypes"),
+    **{n: partial(state_dtypes, name=n) for n in ("cpu-state-dtypes", "gpu-state-dtypes")},
     **{name: partial(training_curves, name=name, of_what=what) for name, what in CURVES.items()},
 }

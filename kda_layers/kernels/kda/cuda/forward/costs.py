@@ -24,21 +24,17 @@ SLICES = WIDTH // BV  # blocks of a CTA group that scans, a cluster
 # an H100. The rest does not depend on the length. STORES is what a checkpoint adds to the scan of a chunk, within 3 %
 # on an H200; STORES_TOGETHER and WIDE_STORES_TOGETHER are the same in one role.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
-# With gates of heads a chunk takes 3.5 on an H200. Taken for 3.8, 24 heads get more blocks that prepare, which gains
-# 6 %, and no measured shape loses.
-PREPARES_HEADS = 3.8
+PREPARES_HEADS = 3.5  # with gates of heads, on an H200
 # Blocks that prepare for several groups wait for each of them, unless every chunk has a row of its own. Relative to
 # these times, 21 groups with 90 such blocks took 7 % longer than 22 groups with 88 blocks, four for each group.
 PREPARES_FOR_SEVERAL = 1.06
 MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
-# What saving adds to the scan of a chunk: states, V' and, in one role, prepared chunks. WIDE_SAVES_TOGETHER makes up
-# the 330 us that an H200 took for 32 heads of 8,192 tokens. The two others are ESTIMATES that no GPU has confirmed yet.
-# SAVES: with checkpoints a group of 24 stores 80 KB a chunk, outputs included, in 1.84; if bytes alone count, the 64 KB
-# with states, V' and outputs take 1.47, of which 1.13 pass without. If the scan hides the stores, 0.1 remains.
-# SAVES_TOGETHER: in proportion to STORES_TOGETHER.
-SAVES, SAVES_TOGETHER, WIDE_SAVES_TOGETHER = 0.35, 0.2, 0.4
+# What saving adds to the scan of a chunk: states, V' and, in one role, prepared chunks. SAVES makes up what an H200
+# took for 32 heads of 8,192 tokens by 24 and by 25 groups (8 groups: 0.32), WIDE_SAVES_TOGETHER the 330 us of one role.
+# SAVES_TOGETHER is not measured: in proportion to STORES_TOGETHER.
+SAVES, SAVES_TOGETHER, WIDE_SAVES_TOGETHER = 0.5, 0.2, 0.4
 MOST_TILES = 128  # of one length; with more, two roles were not measured
 MOST_GROUPS_PACKED = 32  # one lane of a warp tracks each group
 # Per packed tile, in addition to its chunks, and per state loaded or stored; _TOGETHER: in one role. STATE was 2.0 with
