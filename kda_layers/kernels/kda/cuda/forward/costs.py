@@ -32,10 +32,10 @@ MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
 # What saving adds to the scan of a chunk: states, V' and, in one role, prepared chunks. An H200 took 0.32 with 8 groups
-# and 0.5 with 24 and 25; SAVES makes it 25 groups for 32 heads, as measured. WIDE_SAVES_TOGETHER makes up the 330 us of
-# one role. SAVES_TOGETHER is not measured: in proportion to STORES_TOGETHER.
-SAVES, SAVES_TOGETHER, WIDE_SAVES_TOGETHER = 0.35, 0.2, 0.4
-MOST_TILES = 128  # of one length; with more, two roles were not measured
+# and 0.5 with 24 and 25. WIDE_SAVES_TOGETHER makes up the 330 us of one role. SAVES_TOGETHER is not measured: in
+# proportion to STORES_TOGETHER.
+SAVES, SAVES_TOGETHER, WIDE_SAVES_TOGETHER = 0.5, 0.2, 0.4
+MOST_TILES = 512  # of one length; with more, two roles were not measured
 MOST_GROUPS_PACKED = 32  # one lane of a warp tracks each group
 # Per packed tile, in addition to its chunks, and per state loaded or stored; _TOGETHER: in one role. STATE was 2.0 with
 # 27 groups of short sequences; 2.5 leaves a margin for shapes that were not measured.
@@ -162,13 +162,13 @@ def fastest_split(
         numbers: of groups, from which one is chosen
         prepare: the time in which one multiprocessor prepares every chunk
         scan: the time in which so many groups scan them
-        in_ring: blocks that prepare wait for slots of a ring
+        in_ring: blocks that prepare wait for slots of a ring; if not, all that do not scan prepare
     """
     every = []
     for groups in numbers:
         most = processors // SLICES * SLICES - groups * SLICES
         step = math.lcm(groups, SLICES)  # as many for each group, and whole clusters
-        for preparers in {most, min(most, MOST_PREPARERS * groups) // step * step}:
+        for preparers in {most, min(most, MOST_PREPARERS * groups) // step * step} if in_ring else {most}:
             if preparers <= 0:
                 continue
             prepares = prepare / preparers * (PREPARES_FOR_SEVERAL if in_ring and preparers % groups else 1)
