@@ -28,7 +28,7 @@ from tests.kernels.triton_usage import usage
 INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
 
 
-ONES = {"D0", "D1", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "w_stride", "d_stride"}
+ONES = {"D0", "D1", "T", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "w_stride", "d_stride"}
 
 
 def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = False) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = Fal
         if argument in constants:
             types[argument], values[(i,)] = "constexpr", constants[argument]
             continue
-        if ones and argument in ONES:
+        if ones and argument in ONES and argument not in kernel.do_not_specialize:
             types[argument], values[(i,)] = "constexpr", 1
             continue
         integer = argument in INTEGERS or argument.endswith("_stride")

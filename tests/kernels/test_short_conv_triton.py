@@ -107,6 +107,14 @@ def test_against_fp64(W: int, dtype: torch.dtype, packed: bool, with_state: bool
 
 
 @needs_triton
+def test_one_packed_token_with_a_state() -> None:
+    """An engine's step of one sequence: Triton takes arguments of 1 for constants, which 3.6 did not compile."""
+    xs = [normal(1, 1, width, seed=i) for i, width in enumerate(WIDTHS)]
+    state = normal(1, sum(WIDTHS), 4, seed=9)
+    check_against_fp64(xs, normal(sum(WIDTHS), 4, seed=8), state, offsets((1,)), dtype=FP32)
+
+
+@needs_triton
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_states_in_a_pool(backend: str) -> None:
     """Strided slots in any order get what would be returned; the other ones, and those of empty sequences, nothing."""
