@@ -218,7 +218,16 @@ DEVICE void cp_async_16(void* to, const void* from, bool valid) {
                  : "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
 }
-// The same with 4 bytes.
+// Copy 16 bytes that are read once, which L2 evicts first.
+DEVICE void cp_async_16_once(void* to, const void* from) {
+    u64 once;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(to)), "l"(from), "l"(once)
+                 : "memory");
+}
+// Copy 4 bytes, or store zeros if not valid.
 DEVICE void cp_async_4(void* to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :

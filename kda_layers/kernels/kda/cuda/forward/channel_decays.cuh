@@ -22,9 +22,9 @@ DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& g
     load_biases(lane, bias, c, gates, p, shared, iteration);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const Logit* from = G_FP32
-                                ? logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c
-                                : reinterpret_cast<const Logit*>(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id);
+        const Logit* from = LOGIT_PIECES
+                                ? reinterpret_cast<const Logit*>(logits_of(lane, shared, r, c))
+                                : logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c;
         float x[8];
         load_8(x, from);
         bool valid = token_of(lane, at, r) < at.tile.length;

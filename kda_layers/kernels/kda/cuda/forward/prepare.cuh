@@ -41,27 +41,67 @@ struct Raw {
 #endif
 };
 
-// Prefetch the next chunk's q and k where registers allow.
-constexpr bool LOADS_AHEAD = HAS_WGMMA && (SAVES || BLOCK_ROLES || !SEGMENTS);
+// With BLOCK_ROLES shared memory has room for q, k and logits of the next chunk, otherwise for 16-bit logits only.
+constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;  // of 8 logits
+// Without: load the next chunk's q and k early where registers allow.
+constexpr bool LOADS_AHEAD = HAS_WGMMA && !BLOCK_ROLES && (SAVES || !SEGMENTS);
 
-DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
-    int channel = channel_of(lane);
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int row = row_of(lane.warp, lane.id, at, r);
-        i64 key = key_at(p, at, row) + channel;
-#if HEAD_GATES
-        raw.g[r] = *logits_at(p, at, row);
-#endif
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            raw.q[r][c] = load_once<uint4>(p.q + key + 32 * c);
-            raw.k[r][c] = load_once<uint4>(p.k + key + 32 * c);
-        }
-    }
+DEVICE uint4* logits_of(Lane lane, const Shared& shared, int r, int c) {
+    return shared.logits(lane.warp) + ((2 * r + c) * 32 + lane.id) * LOGIT_PIECES;
 }
 
-// Bring what load_raw will read into L2. Two integers, not a Lane: it keeps the SASS of every arch.
+DEVICE void fetch_piece(uint4* to, const void* from) {
+    if (BLOCK_ROLES) cp_async_16_once(to, from);
+    else cp_async_16(to, from, true);
+}
+
+// Copy inputs to shared memory one chunk ahead. Each lane copies what it reads itself.
+DEVICE void fetch_inputs(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at) {
+    uint4* keys = shared.keys(lane.warp) + lane.id;
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = row_of(lane.warp, lane.id, at, r);
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int channel = channel_of(lane) + 32 * c;
+            if (BLOCK_ROLES) {
+                const i64 key = key_at(p, at, row) + channel;
+                fetch_piece(keys + (2 * r + c) * 32, p.q + key);
+                fetch_piece(keys + (2 * r + c + 4) * 32, p.k + key);
+            }
+            #pragma unroll
+            for (int i = 0; i < LOGIT_PIECES; i++)
+                fetch_piece(logits_of(lane, shared, r, c) + i, logits_at(p, at, row) + channel + 4 * i);
+        }
+    }
+    cp_async_commit();
+}
+
+// Logits of heads are two elements of a lane.
+DEVICE void load_head_logits(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
+#if HEAD_GATES
+    #pragma unroll
+    for (int r = 0; r < 2; r++) raw.g[r] = *logits_at(p, at, row_of(lane.warp, lane.id, at, r));
+#endif
+}
+
+// q and k, from shared memory if they were fetched.
+DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at) {
+    const uint4* keys = shared.keys(lane.warp) + lane.id;
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const i64 key = key_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane);
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int i = 2 * r + c;
+            raw.q[r][c] = BLOCK_ROLES ? keys[i * 32] : load_once<uint4>(p.q + key + 32 * c);
+            raw.k[r][c] = BLOCK_ROLES ? keys[(i + 4) * 32] : load_once<uint4>(p.k + key + 32 * c);
+        }
+    }
+    if (!BLOCK_ROLES) load_head_logits(lane, raw, p, at);
+}
+
+// Bring what load_raw will read from global memory into L2. Two integers, not a Lane: it keeps the SASS of every arch.
 DEVICE void prefetch_raw(int warp, int id, const ForwardParams& p, const Cursor& at) {
     if (id % 4 > 1) return;
     int row = row_of(warp, id, at, id % 4), channel = 64 * (warp % HALVES);
@@ -73,19 +113,6 @@ DEVICE void prefetch_raw(int warp, int id, const ForwardParams& p, const Cursor&
     }
     const Logit* g = logits_at(p, at, row) + channel;
     if (G_FP32) prefetch(g), prefetch(g + 32);
-}
-
-// Prefetch 16-bit gate logits one chunk ahead through shared memory, to hide the latency of q and k; fp32 logits do not
-// fit. Each lane copies what it reads itself. Logits of heads are two elements of a lane, in registers with q and k.
-DEVICE void fetch_logits(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at) {
-    #pragma unroll
-    for (int r = 0; r < (G_FP32 || HEAD_GATES ? 0 : 2); r++) {
-        const Logit* g = logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane);
-        #pragma unroll
-        for (int c = 0; c < 2; c++)
-            cp_async_16(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id, g + 32 * c, true);
-    }
-    cp_async_commit();
 }
 
 DEVICE void unpack_8(float (&to)[8], uint4 w) {
@@ -163,19 +190,24 @@ DEVICE void add_other_half(Lane lane, Tile (&A)[3], Tile& own, const Shared& sha
     add_sums(own, shared.sums_of_A(iteration, b, b) + lane.id);
 }
 
-// Prepare the chunk at the cursor, whose q and k are loaded to `raw`, and prefetch the next one.
+// Prepare the chunk at the cursor, whose q and k are loaded to `raw` or fetched, and fetch the next one.
 DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw,
                           const Cursor& at, const Cursor& next, u32 count, u32 iteration) {
     int b = lane.warp / HALVES, h = lane.warp % HALVES;
     Pairs near, far;
     cp_async_wait<0>();
     if (BLOCK_ROLES) warp_sync();  // other lanes have copied biases
+    if (BLOCK_ROLES) load_raw(lane, raw, p, shared, at);
     start_decays(lane, near, far, gates, raw, p, shared, at, iteration);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
     const Directions d(lane, L, own, raw, p, shared, at, iteration);
     // L and Aqk among the block's 16 tokens: binary anchoring
     anchor<1>(lane, L, own, near, far, d);
-    if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
+    if (next.valid(p)) {
+        fetch_inputs(lane, p, shared, next);
+        if (BLOCK_ROLES) load_head_logits(lane, raw, p, next);
+        else prefetch_raw(lane.warp, lane.id, p, next);
+    }
     anchor<2>(lane, L, own, near, far, d);
     anchor<4>(lane, L, own, near, far, d);
     Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
@@ -198,7 +230,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     multiply_blocks(lane, L, A, between, decayed, shared, iteration, gives);
     arrive_by_warp(lane, shared.summed());
     store_Kg_Qg(lane, stage, decayed, between);
-    if (LOADS_AHEAD && next.valid(p)) load_raw(lane, raw, p, next);
+    if (LOADS_AHEAD && next.valid(p)) load_raw(lane, raw, p, shared, next);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
     if (HALVES > 1) add_other_half(lane, A, own, shared, iteration, b);

@@ -42,7 +42,7 @@ DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) 
 
 // ---------------------------------------------------------------- the warps that prepare
 
-// A CTA changes its head with every chunk. So biases are loaded a chunk ahead by cp.async: they are there with the logits,
+// A CTA changes its head with every chunk. So biases are loaded a chunk ahead by cp.async: they are there with the inputs,
 // whose copies are committed after them.
 DEVICE void fetch_biases(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile, u32 iteration) {
     if constexpr (HEAD_GATES) {
@@ -59,13 +59,12 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at(tasks[0]);
     if (!at.valid(p)) return;
     fetch_biases(lane, p, shared, at.tile, 0);
-    fetch_logits(lane, p, shared, at);
+    fetch_inputs(lane, p, shared, at);
     Raw raw;
-    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
+    load_head_logits(lane, raw, p, at);
     for (u32 iteration = 0; at.valid(p); iteration++) {
         tasks.wait_for(Tasks::GIVEN, iteration + 1);
         const Cursor next(tasks[iteration + 1]);
-        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
         const Gates<GATE> gates(tasks[iteration].A, p.lower_bound);
         warp_sync();  // all lanes have read the biases of the chunk before
         if (next.valid(p)) fetch_biases(lane, p, shared, next.tile, iteration + 1);

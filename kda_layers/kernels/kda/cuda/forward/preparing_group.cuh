@@ -19,15 +19,15 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     at.has_rows = KEEPS && !SAVES;  // of saved chunks the inverters know the place
     at.start(lane, p, slice() % STRIDE);
     if (!at.valid(p)) return;
-    fetch_logits(lane, p, shared, at);
+    fetch_inputs(lane, p, shared, at);
     Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
     Raw raw;
-    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
+    if (LOADS_AHEAD) load_raw(lane, raw, p, shared, at);
     u32 iteration = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++) {
         Cursor next = at;
         next.skip(lane, p, STRIDE);
-        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
+        if (!LOADS_AHEAD) load_raw(lane, raw, p, shared, at);
         prepare_chunk(lane, p, shared, gates, raw, at, next, count, iteration);
         arrive_by_warp(lane, shared.written());
         if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);

@@ -59,10 +59,13 @@ struct Shared {
     static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
-    static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 || HEAD_GATES ? 0 : CHUNK * K * 2);
+    static constexpr int AT_KEYS = AT_LOGITS + (HEAD_GATES ? 0 : G_FP32 ? BLOCK_ROLES * CHUNK * K * 4 : CHUNK * K * 2);
+    static constexpr int AT_BIAS = AT_KEYS + BLOCK_ROLES * 2 * CHUNK * K * 2;
     static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + (BLOCK_ROLES ? 2 : 1) * PREPARE_WARPS * 256 : AT_COLUMNS;
     static constexpr int AT_TASKS = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
     static constexpr int BYTES = AT_TASKS + (BLOCK_ROLES ? Tasks::BYTES : 0);
+
+    static_assert(AT_LOGITS % 128 == 0 && AT_KEYS % 128 == 0, "other copies of lines took packed sequences 6 % longer");
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
@@ -91,8 +94,12 @@ struct Shared {
     DEVICE float4* in_triangle(int at, int row, int column) const {
         return reinterpret_cast<float4*>(base + at) + (row * (row + 1) / 2 + column) * 64;
     }
-    DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }           // [6][32]
-    DEVICE uint4* logits(int warp) const { return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128; }  // [4][32]
+    DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }  // [6][32]
+    DEVICE uint4* logits(int warp) const {
+        return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128 * (G_FP32 ? 2 : 1);
+    }  // [4][32] or, in fp32, [4][32][2]
+    // With BLOCK_ROLES: q and k of the next chunk
+    DEVICE uint4* keys(int warp) const { return reinterpret_cast<uint4*>(base + AT_KEYS) + warp * 256; }  // [8][32]
     DEVICE float* bias(int warp, u32 iteration = 0) const {
         return reinterpret_cast<float*>(base + AT_BIAS) + (int(iteration % 2) * PREPARE_WARPS + warp) * 64;
     }

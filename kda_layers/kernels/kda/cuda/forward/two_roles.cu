@@ -33,10 +33,10 @@ template <int role> DEVICE void registers() {
 #endif
 }
 
-// With packed sequences ptxas recomputes the lane, for which it spills. It does not look through a shuffle; one before a role's
-// registers are there would spill, too.
+// Where chunks are saved ptxas recomputes the lane, for which it spills. It does not look through a shuffle; one before a
+// role's registers are there would spill, too.
 DEVICE void hold(Lane& lane) {
-    if (!PACKED || !SAVES) return;
+    if (!SAVES) return;
     const u32 thread = read_thread_index();
     lane = {int(thread / 32), int(thread % 32)};
 }
@@ -45,7 +45,7 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     const ScanShared shared{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
-        hold(lane);
+        if (PACKED) hold(lane);  // else it would spill
         if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(lane, p, shared);
         else scan_columns(lane, p, shared);
     } else if (lane.warp < WARPS + MOVERS) {
