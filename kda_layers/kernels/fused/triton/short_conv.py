@@ -111,8 +111,7 @@ def _three(group: Sequence[Any], rest: Any) -> list[Any]:
     return [*group, *[rest] * (TENSORS - len(group))]
 
 
-# Triton 3.6 does not compile a call of one packed token with a state, if N is the constant 1.
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"])  # Triton 3.6 fails on one packed token with a state if N is the constant 1
 def conv_forward_kernel(
     X0, X1, X2, Y0, Y1, Y2, Weight, State, Offsets,
     x0_stride, x1_stride, x2_stride, n_stride, d_stride, w_stride,  # of a token; of the state [N, D, W]
