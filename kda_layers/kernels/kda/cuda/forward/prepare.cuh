@@ -41,13 +41,22 @@ struct Raw {
 #endif
 };
 
-// With BLOCK_ROLES shared memory has room for q, k and logits of the next chunk, otherwise for 16-bit logits only.
-constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;  // of 8 logits
-// Without: load the next chunk's q and k early where registers allow.
+// Pieces of 16 bytes that shared memory has for 8 logits of the next chunk. With BLOCK_ROLES there is room for q, k and any
+// logits, otherwise only for logits of 16 bits.
+constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;
+// Load the next chunk's q and k to registers early, where shared memory has no room and there are enough registers.
 constexpr bool LOADS_AHEAD = HAS_WGMMA && !BLOCK_ROLES && (SAVES || !SEGMENTS);
 
 DEVICE uint4* logits_of(Lane lane, const Shared& shared, int r, int c) {
     return shared.logits(lane.warp) + ((2 * r + c) * 32 + lane.id) * LOGIT_PIECES;
+}
+
+// Logits of heads are two elements of a lane.
+DEVICE void load_head_logits(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
+#if HEAD_GATES
+    #pragma unroll
+    for (int r = 0; r < 2; r++) raw.g[r] = *logits_at(p, at, row_of(lane.warp, lane.id, at, r));
+#endif
 }
 
 DEVICE void fetch_piece(uint4* to, const void* from) {
@@ -55,8 +64,9 @@ DEVICE void fetch_piece(uint4* to, const void* from) {
     else cp_async_16(to, from, true);
 }
 
-// Copy inputs to shared memory one chunk ahead. Each lane copies what it reads itself.
-DEVICE void fetch_inputs(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at) {
+// Copy inputs to shared memory one chunk ahead. Each lane copies what it reads itself. With BLOCK_ROLES logits of heads are
+// loaded to registers.
+DEVICE void fetch_inputs(Lane lane, Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at) {
     uint4* keys = shared.keys(lane.warp) + lane.id;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -75,17 +85,10 @@ DEVICE void fetch_inputs(Lane lane, const ForwardParams& p, const Shared& shared
         }
     }
     cp_async_commit();
+    if (BLOCK_ROLES) load_head_logits(lane, raw, p, at);
 }
 
-// Logits of heads are two elements of a lane.
-DEVICE void load_head_logits(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
-#if HEAD_GATES
-    #pragma unroll
-    for (int r = 0; r < 2; r++) raw.g[r] = *logits_at(p, at, row_of(lane.warp, lane.id, at, r));
-#endif
-}
-
-// q and k, from shared memory if they were fetched.
+// Load q and k, from shared memory if they were fetched.
 DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at) {
     const uint4* keys = shared.keys(lane.warp) + lane.id;
     #pragma unroll
@@ -196,17 +199,18 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     int b = lane.warp / HALVES, h = lane.warp % HALVES;
     Pairs near, far;
     cp_async_wait<0>();
-    if (BLOCK_ROLES) warp_sync();  // other lanes have copied biases
-    if (BLOCK_ROLES) load_raw(lane, raw, p, shared, at);
+    if (BLOCK_ROLES) {
+        warp_sync();  // other lanes have copied biases
+        load_raw(lane, raw, p, shared, at);
+    }
     start_decays(lane, near, far, gates, raw, p, shared, at, iteration);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
     const Directions d(lane, L, own, raw, p, shared, at, iteration);
     // L and Aqk among the block's 16 tokens: binary anchoring
     anchor<1>(lane, L, own, near, far, d);
     if (next.valid(p)) {
-        fetch_inputs(lane, p, shared, next);
-        if (BLOCK_ROLES) load_head_logits(lane, raw, p, next);
-        else prefetch_raw(lane.warp, lane.id, p, next);
+        fetch_inputs(lane, raw, p, shared, next);
+        if (!BLOCK_ROLES) prefetch_raw(lane.warp, lane.id, p, next);
     }
     anchor<2>(lane, L, own, near, far, d);
     anchor<4>(lane, L, own, near, far, d);

@@ -59,9 +59,8 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at(tasks[0]);
     if (!at.valid(p)) return;
     fetch_biases(lane, p, shared, at.tile, 0);
-    fetch_inputs(lane, p, shared, at);
     Raw raw;
-    load_head_logits(lane, raw, p, at);
+    fetch_inputs(lane, raw, p, shared, at);
     for (u32 iteration = 0; at.valid(p); iteration++) {
         tasks.wait_for(Tasks::GIVEN, iteration + 1);
         const Cursor next(tasks[iteration + 1]);

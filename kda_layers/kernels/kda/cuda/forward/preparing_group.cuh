@@ -19,9 +19,9 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     at.has_rows = KEEPS && !SAVES;  // of saved chunks the inverters know the place
     at.start(lane, p, slice() % STRIDE);
     if (!at.valid(p)) return;
-    fetch_inputs(lane, p, shared, at);
-    Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
     Raw raw;
+    fetch_inputs(lane, raw, p, shared, at);
+    Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
     if (LOADS_AHEAD) load_raw(lane, raw, p, shared, at);
     u32 iteration = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++) {

@@ -65,7 +65,7 @@ struct Shared {
     static constexpr int AT_TASKS = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
     static constexpr int BYTES = AT_TASKS + (BLOCK_ROLES ? Tasks::BYTES : 0);
 
-    static_assert(AT_LOGITS % 128 == 0 && AT_KEYS % 128 == 0, "other copies of lines took packed sequences 6 % longer");
+    static_assert(AT_LOGITS % 128 == 0 && AT_KEYS % 128 == 0, "misaligned copies cost 6 % of packed calls");
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
@@ -98,7 +98,7 @@ struct Shared {
     DEVICE uint4* logits(int warp) const {
         return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128 * (G_FP32 ? 2 : 1);
     }  // [4][32] or, in fp32, [4][32][2]
-    // With BLOCK_ROLES: q and k of the next chunk
+    // With BLOCK_ROLES: q, then k of the next chunk
     DEVICE uint4* keys(int warp) const { return reinterpret_cast<uint4*>(base + AT_KEYS) + warp * 256; }  // [8][32]
     DEVICE float* bias(int warp, u32 iteration = 0) const {
         return reinterpret_cast<float*>(base + AT_BIAS) + (int(iteration % 2) * PREPARE_WARPS + warp) * 64;
