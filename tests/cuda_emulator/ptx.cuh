@@ -313,6 +313,10 @@ DEVICE void cp_async_16(void* to, const void* from, bool valid, CALLED_HERE) {
     emulator::begin_shared("cp_async_16(byte %d)", site, to, 16, 16);
     emulator::start_copy(to, from, valid, 16);
 }
+template <class T> DEVICE T* hide_shared_address(T* p, CALLED_HERE) {
+    shuffle_xor(0, 0, site);  // every lane must come
+    return p;
+}
 DEVICE void cp_async_16_once(void* to, const void* from, CALLED_HERE) {
     emulator::begin_shared("cp_async_16_once(byte %d)", site, to, 16, 16);
     emulator::start_copy(to, from, true, 16);

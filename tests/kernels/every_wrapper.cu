@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + Fp16::multiply_add(p.out[1], 7, 8) +
                      Bf16::multiply(p.out[2], 7) + transpose_8x8(p.out[0]) + sums[0] + sums[3];
     cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
-    cp_async_16_once(shared_memory() + 48, p.floats);
+    cp_async_16_once(hide_shared_address(shared_memory() + 48 + 16 * threadIdx.x), p.floats);
     cp_async_4(shared_memory() + 32, p.floats, read_thread_index() > 3);
     prefetch(p.halves);
     launch_dependents();

@@ -135,6 +135,25 @@ def test_a_broken_source_names_variant_and_lines(tmp_path: Path, source: str) ->
     assert cache.entries() == []
 
 
+def test_a_wrong_encoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cp.async to the sum of a register and a uniform register, whose opcode differs in one bit from that to one."""
+    run = build._run_nvrtc
+    source = str(HERE / "every_wrapper.cu")
+
+    def wrong(*args: Any) -> tuple[bytes, str]:
+        code, log = run(*args)
+        words = [low.to_bytes(8, "little") for low, _ in build._instructions(code) if low & 0xFFF == 0xFAE]
+        assert words, "no cp.async"
+        at = code.index(words[0])
+        return code[: at + 1] + bytes([code[at + 1] - 2]) + code[at + 2 :], log
+
+    monkeypatch.setattr(build, "_run_nvrtc", wrong)
+    with pytest.raises(RuntimeError, match=r"NVRTC 1\d\.\d encoded a cp.async of every_wrapper .* for sm_90a wrongly"):
+        build.compile(source, {}, "sm_90a")
+    assert cache.entries() == []
+    build.compile(source, {}, "sm_100a")  # has another encoding
+
+
 def test_a_missing_header_is_named(tmp_path: Path, source: str) -> None:
     (tmp_path / "part.cuh").unlink()
     with pytest.raises(RuntimeError, match=r'number.cu\(1\): .*cannot open source file "part.cuh"'):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ FOLDER = Path(__file__).parent
 OLDEST = (12, 9)  # the first NVRTC that knows every arch
 # -v reports what `resources` reads; a cubin from NVRTC's own cache, which the driver keeps, comes without the report.
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v", "--no-cache")
+LDGSTS_TO_SUM = 0xDAE  # opcode; see check_encoding
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
@@ -92,7 +94,9 @@ def compile(source: str, defines: Mapping[str, str | int], arch: str) -> Cubin:
     stem = Path(source).stem
 
     def build() -> bytes:
-        code, log = _run_nvrtc(f"{stem} [{' '.join(macros)}] for {arch}", files, options)
+        variant = f"{stem} [{' '.join(macros)}] for {arch}"
+        code, log = _run_nvrtc(variant, files, options)
+        check_encoding(code, arch, variant)
         return log.encode() + b"\0" + code
 
     log, _, code = cache.fetch(f"{stem}-{arch}-{key[:32]}", build).partition(b"\0")
@@ -109,6 +113,31 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
             raise RuntimeError(f"expected registers and spills of {name} in ptxas' report, got: {report}")
         found[name] = Resources(**{field: sum(numbers) for field, numbers in counts.items()})
     return found
+
+
+def check_encoding(code: bytes, arch: str, variant: str) -> None:
+    """Refuse a cubin with a cp.async to the sum of a register and a uniform register, which ptxas 13.0 cannot encode.
+
+    On sm_90 the uniform register and the one of the global address share a field. A GPU meets an illegal instruction.
+
+    Raises:
+        RuntimeError: the cubin has one; the message names the variant and the compiler
+    """
+    if arch == "sm_90a" and any(low & 0xFFF == LDGSTS_TO_SUM for low, _ in _instructions(code)):
+        raise RuntimeError(
+            f"NVRTC {dotted(nvrtc_version())} encoded a cp.async of {variant} wrongly, expected none whose address is "
+            "the sum of a register and a uniform register; install another nvidia-cuda-nvrtc, or choose another backend"
+        )
+
+
+def _instructions(code: bytes) -> Iterator[tuple[int, int]]:
+    """The words of each instruction of a cubin, an ELF file."""
+    (sections,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names = struct.unpack_from("<3H", code, 0x3A)
+    headers = [struct.unpack_from("<II4Q", code, sections + i * size) for i in range(count)]
+    for name, _, _, _, at, length in headers:
+        if code.startswith(b".text.", headers[names][4] + name):
+            yield from struct.iter_unpack("<QQ", code[at : at + length])
 
 
 def _files(source: str) -> dict[str, str]:

@@ -218,6 +218,11 @@ DEVICE void cp_async_16(void* to, const void* from, bool valid) {
                  : "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
 }
+// A lane's own address in shared memory through a shuffle, which ptxas does not look through. The sum of a register and a
+// uniform register would become an operand of cp.async, which ptxas 13.0 encodes wrongly for sm_90: see build.py.
+template <class T> DEVICE T* hide_shared_address(T* p) {
+    return static_cast<T*>(__cvta_shared_to_generic(shuffle_xor(shared_address(p), 0)));
+}
 // Copy 16 bytes that are read once, which L2 evicts first.
 DEVICE void cp_async_16_once(void* to, const void* from) {
     u64 once;

@@ -22,11 +22,13 @@ DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& g
     load_biases(lane, bias, c, gates, p, shared, iteration);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const Logit* from = LOGIT_PIECES
-                                ? reinterpret_cast<const Logit*>(logits_of(lane, shared, r, c))
-                                : logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c;
         float x[8];
-        load_8(x, from);
+        if (LOGIT_PIECES) {
+            const uint4* from = shared.inputs(lane.warp) + logit_row(r, c) * 32 + lane.id;
+            load_8(x, reinterpret_cast<const Logit*>(from), 32 * 4);
+        } else {
+            load_8(x, logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c);
+        }
         bool valid = token_of(lane, at, r) < at.tile.length;
         #pragma unroll
         for (int i = 0; i < 8; i++) d[r][i] = gates.decay(x[i], bias[i], valid);

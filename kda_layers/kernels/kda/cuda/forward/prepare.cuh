@@ -41,15 +41,11 @@ struct Raw {
 #endif
 };
 
-// Pieces of 16 bytes that shared memory has for 8 logits of the next chunk. With BLOCK_ROLES there is room for q, k and any
-// logits, otherwise only for logits of 16 bits.
-constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;
 // Load the next chunk's q and k to registers early, where shared memory has no room and there are enough registers.
 constexpr bool LOADS_AHEAD = HAS_WGMMA && !BLOCK_ROLES && (SAVES || !SEGMENTS);
 
-DEVICE uint4* logits_of(Lane lane, const Shared& shared, int r, int c) {
-    return shared.logits(lane.warp) + ((2 * r + c) * 32 + lane.id) * LOGIT_PIECES;
-}
+// The row of a lane's inputs that has the first of the logits of 8 channels of token r.
+DEVICE constexpr int logit_row(int r, int c) { return Shared::KEY_ROWS + (2 * r + c) * LOGIT_PIECES; }
 
 // Logits of heads are two elements of a lane.
 DEVICE void load_head_logits(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
@@ -67,7 +63,8 @@ DEVICE void fetch_piece(uint4* to, const void* from) {
 // Copy inputs to shared memory one chunk ahead. Each lane copies what it reads itself. With BLOCK_ROLES logits of heads are
 // loaded to registers.
 DEVICE void fetch_inputs(Lane lane, Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at) {
-    uint4* keys = shared.keys(lane.warp) + lane.id;
+    uint4* to = shared.inputs(lane.warp) + lane.id;
+    if (BLOCK_ROLES) to = hide_shared_address(to);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int row = row_of(lane.warp, lane.id, at, r);
@@ -76,12 +73,12 @@ DEVICE void fetch_inputs(Lane lane, Raw& raw, const ForwardParams& p, const Shar
             const int channel = channel_of(lane) + 32 * c;
             if (BLOCK_ROLES) {
                 const i64 key = key_at(p, at, row) + channel;
-                fetch_piece(keys + (2 * r + c) * 32, p.q + key);
-                fetch_piece(keys + (2 * r + c + 4) * 32, p.k + key);
+                fetch_piece(to + (2 * r + c) * 32, p.q + key);
+                fetch_piece(to + (2 * r + c + 4) * 32, p.k + key);
             }
             #pragma unroll
             for (int i = 0; i < LOGIT_PIECES; i++)
-                fetch_piece(logits_of(lane, shared, r, c) + i, logits_at(p, at, row) + channel + 4 * i);
+                fetch_piece(to + (logit_row(r, c) + i) * 32, logits_at(p, at, row) + channel + 4 * i);
         }
     }
     cp_async_commit();
@@ -90,7 +87,7 @@ DEVICE void fetch_inputs(Lane lane, Raw& raw, const ForwardParams& p, const Shar
 
 // Load q and k, from shared memory if they were fetched.
 DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at) {
-    const uint4* keys = shared.keys(lane.warp) + lane.id;
+    const uint4* keys = shared.inputs(lane.warp) + lane.id;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const i64 key = key_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane);
@@ -123,11 +120,12 @@ DEVICE void unpack_8(float (&to)[8], uint4 w) {
     to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y, to[4] = c.x, to[5] = c.y, to[6] = d.x, to[7] = d.y;
 }
 
-DEVICE void load_8(float (&to)[8], const float* from) {
-    float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+// Eight floats from two places of four.
+DEVICE void load_8(float (&to)[8], const float* from, int second = 4) {
+    float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + second);
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
-DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
+DEVICE void load_8(float (&to)[8], const u16* from, int = 0) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
 DEVICE float as_float(float x) { return x; }
 DEVICE float as_float(u16 x) { return Io::unpack(x).x; }

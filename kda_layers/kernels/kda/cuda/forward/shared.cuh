@@ -28,6 +28,9 @@ constexpr bool PREPARES = SEGMENTS != LAST_SCAN;
 constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a row of its own
 constexpr bool LANE_ORDER = BLOCK_ROLES && !KEEPS;  // of gamma, see gamma_at
 static_assert(!PACKED || BLOCK_ROLES && !SEGMENTS && !POOLED);
+// Pieces of 16 bytes that shared memory has for 8 logits of the next chunk. With BLOCK_ROLES there is room for q, k and any
+// logits of channels, otherwise only for logits of 16 bits.
+constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;
 constexpr bool RECYCLES = SHARED_CHUNKS && !KEEPS;  // slots of the ring
 
 enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS + b: the warps of 16 tokens
@@ -58,14 +61,14 @@ struct Shared {
     static constexpr int AT_SUMS_OF_L = AT_BETA + INVERTERS * CHUNK * 4;
     static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
-    static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
-    static constexpr int AT_KEYS = AT_LOGITS + (HEAD_GATES ? 0 : G_FP32 ? BLOCK_ROLES * CHUNK * K * 4 : CHUNK * K * 2);
-    static constexpr int AT_BIAS = AT_KEYS + BLOCK_ROLES * 2 * CHUNK * K * 2;
+    static constexpr int KEY_ROWS = BLOCK_ROLES ? 8 : 0, INPUT_ROWS = KEY_ROWS + 4 * LOGIT_PIECES;
+    static constexpr int AT_INPUTS = AT_SUMS + PREPARE_WARPS * 16 * 16;
+    static constexpr int AT_BIAS = AT_INPUTS + PREPARE_WARPS * INPUT_ROWS * 32 * 16;
     static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + (BLOCK_ROLES ? 2 : 1) * PREPARE_WARPS * 256 : AT_COLUMNS;
     static constexpr int AT_TASKS = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
     static constexpr int BYTES = AT_TASKS + (BLOCK_ROLES ? Tasks::BYTES : 0);
 
-    static_assert(AT_LOGITS % 128 == 0 && AT_KEYS % 128 == 0, "misaligned copies cost 6 % of packed calls");
+    static_assert(AT_INPUTS % 128 == 0, "misaligned copies cost 6 % of packed calls");
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
@@ -95,11 +98,8 @@ struct Shared {
         return reinterpret_cast<float4*>(base + at) + (row * (row + 1) / 2 + column) * 64;
     }
     DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }  // [6][32]
-    DEVICE uint4* logits(int warp) const {
-        return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128 * (G_FP32 ? 2 : 1);
-    }  // [4][32] or, in fp32, [4][32][2]
-    // With BLOCK_ROLES: q, then k of the next chunk
-    DEVICE uint4* keys(int warp) const { return reinterpret_cast<uint4*>(base + AT_KEYS) + warp * 256; }  // [8][32]
+    // Of the next chunk: with BLOCK_ROLES [4] rows of q, then of k; [4][LOGIT_PIECES] rows of logits; a row is [32 lanes]
+    DEVICE uint4* inputs(int warp) const { return reinterpret_cast<uint4*>(base + AT_INPUTS) + warp * INPUT_ROWS * 32; }
     DEVICE float* bias(int warp, u32 iteration = 0) const {
         return reinterpret_cast<float*>(base + AT_BIAS) + (int(iteration % 2) * PREPARE_WARPS + warp) * 64;
     }
