@@ -29,12 +29,12 @@ from tqdm import tqdm
 
 from benchmarks import timing
 from benchmarks.gpu.cases import Case, make_inputs
-from benchmarks.gpu.contenders import Contender, ours_forward, ours_training
+from benchmarks.gpu.contenders import Contender, ours_forward, ours_prefill, ours_training
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.truth import Results, error, upstream
 
 ROOT = Path(__file__).resolve().parents[1]
-PASSES = ("forward", "training", "backward")
+PASSES = ("forward", "prefill", "training", "backward")
 CUDA = "benchmarks.gpu.machine:CudaMachine"
 
 
@@ -78,6 +78,8 @@ def contender_of(text: str, backend: str, device: str) -> Contender:
     x = make_inputs(case, device)._replace(segments=segments)
     if pass_ == "forward":
         return ours_forward(backend, x)
+    if pass_ == "prefill":
+        return ours_prefill(backend, x)
     if pass_ == "training":
         return ours_training(backend, x, upstream(x))
     return ours_training(backend, x._replace(recompute_above=1.0), upstream(x), backward_alone=True)

@@ -87,6 +87,7 @@ def test_a_commit_is_unpacked() -> None:
     ("text", "case"),
     [
         ("forward:1,8192,32", ("forward", Case(1, 8192, 32), "never")),
+        ("prefill:1,256,2:lengths=2x128", ("prefill", Case(1, 256, 2, lengths=(128, 128)), "never")),
         ("training:1,65536,8:kept:segments=always", ("training", Case(1, 65536, 8, kept=True), "always")),
         ("backward:1,263,2:gates=fast:group=2:lengths=2x128+7",
          ("backward", Case(1, 263, 2, "fast", 2, lengths=(128, 128, 7)), "never")),
@@ -99,7 +100,7 @@ def test_cases(text: str, case: tuple[str, Case, str]) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("sideways:1,2,3", "case must begin with one of forward, training, backward, got 'sideways:1,2,3'"),
+        ("sideways:1,2,3", "case must begin with one of forward, prefill, training, backward, got 'sideways:1,2,3'"),
         ("forward:1,2,3:fast", "case must have fields of B, T, .*, got 'fast'"),
         ("forward:1,2", "case must have sizes B,T,H after its pass, got 'forward:1,2'"),
     ],

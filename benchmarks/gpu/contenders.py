@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, differentiable, outputs
-from kda_layers import kda_step
+from kda_layers import kda_prefill, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, Problem, problem_of
 from kda_layers.kernels.kda.cuda import forms
@@ -94,6 +94,22 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
     def prepare() -> Prepared:
         require(backend, problem_of(x))
         return Prepared(torch.no_grad()(lambda: call(x, backend)), outputs)
+
+    return Contender(_name(backend, x), prepare, ours=True)
+
+
+def ours_prefill(backend: str, x: Inputs) -> Contender:
+    """Our `kda_prefill` from and into the slots of a pool, in another order than the sequences."""
+    HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
+    N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+
+    def prepare() -> Prepared:
+        require(backend, problem_of(x))
+        pool, out = x.v.new_zeros(N + 1, HV, V, K, dtype=torch.float32), torch.empty_like(x.v)
+        slots = torch.arange(N, 0, -1, dtype=torch.int32, device=x.v.device)
+        given = options(x) | dict(state_indices=slots, out=out, backend=backend)
+        run = torch.no_grad()(lambda: kda_prefill(*x[:5], pool, **given))
+        return Prepared(run, lambda found: {"o": found.o, "state": pool})
 
     return Contender(_name(backend, x), prepare, ours=True)
 

@@ -141,19 +141,25 @@ TWO_ROLES = [
         (64, BF16, "log_decay", True),
     )
     for arch in SERVED
-    if archs.ARCHS[ARCHS[arch]].setmaxnreg
+    if archs.ARCHS[ARCHS[arch]].wgmma  # else it serves no call
     for variant in [two_roles.variant_for(K, dtype, gate, g_wide, ARCHS[arch])]
 ]
 OTHER_TWO_ROLES = [
     pytest.param(p.values[0]._replace(**more), p.values[1], id="-".join((*more, p.id)))  # type: ignore[attr-defined]
-    for more in ({"packed": True}, {"checkpoints": True}, {"packed": True, "checkpoints": True})
+    for more in (
+        {"packed": True},
+        {"checkpoints": True},
+        {"packed": True, "checkpoints": True},
+        {"pooled": True},
+        {"packed": True, "pooled": True},
+    )
     for p in TWO_ROLES
 ]
 # Of packed sequences, a preparing warp of some stores and reloads a word, which holds predicates.
 SAVING_TWO_ROLES = [
     pytest.param(v, id=f"{p.id}-packed={v.packed}-checkpoints={v.checkpoints}-fine={v.T_fp16}")  # type: ignore[attr-defined]
     for p in TWO_ROLES
-    if p.values[1] == "sm_90a" and p.values[0].K == 128  # type: ignore[union-attr]
+    if p.values[0].K == 128  # type: ignore[union-attr]
     for packed, checkpoints, fine in itertools.product((False, True), repeat=3)
     for v in [p.values[0]._replace(packed=packed, checkpoints=checkpoints, T_fp16=fine, saves=True)]  # type: ignore[union-attr]
     if v.dtype == BF16 or not fine

@@ -19,8 +19,8 @@ from kda_layers.kernels.kda import op
 from kda_layers.kernels.kda.backends.cuda import BACKENDS
 from kda_layers.kernels.kda.contract import HEAD_GATES, Inputs, PrefillInputs, problem_of
 from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda import prefill as pooled
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
-from kda_layers.kernels.kda.cuda.forward import one_role
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.reference import activate
 from kda_layers.states import quantize_state
@@ -197,7 +197,7 @@ def prefill(x: Inputs) -> list[Tensor]:
     pool = torch.cat((x.initial_state, torch.full_like(x.initial_state[:1], torch.nan)))
     o, boundary, at = torch.empty_like(x.v), torch.zeros_like(x.initial_state), torch.full((N,), 64)
     given = dict(o=o, state=pool, checkpoints=boundary, checkpoint_at=at, state_indices=torch.arange(N).flip(0))
-    one_role.prefill(
+    pooled.prefill(
         PrefillInputs(**{n: given.get(n, getattr(x, n, None)) for n in PrefillInputs._fields}), emulated.Emulator()
     )
     return [o, pool[:N], boundary]
@@ -218,7 +218,7 @@ def test_gates_of_a_prefill_are_read_where_they_are(wide: bool) -> None:
     _, x, _ = of_heads(replace(WIDE, T=66, B=2, g_wide=wide))
     want = prefill(x)
     moved = x._replace(g=in_wider_rows(x.g, 1))
-    assert one_role._in_rows(moved.g) is moved.g
+    assert pooled._in_rows(moved.g) is moved.g
     assert all(map(torch.equal, prefill(moved), want))
 
 

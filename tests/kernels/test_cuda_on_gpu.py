@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import KDAOutput, kda, kda_step
+from kda_layers import KDAOutput, kda, kda_prefill, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, Inputs, problem_of
 from kda_layers.kernels.kda.cuda import forms, spec
@@ -160,6 +160,54 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(RUNS):
         assert_same(run(x, backend), want)
     assert [plan.launches[0].cooperative for _, plan, _ in (c.args for c in launched.call_args_list)] == [True] * RUNS
+    forms._planned.cache_clear()
+    two_roles.plan_of.cache_clear()
+
+
+PREFILLS = [
+    Case(T=8192 + 3, H=32, state=True, checkpoints=False),
+    Case(lengths=(8192,), H=12, slow=True, state=True, checkpoints=False),
+    Case(T=4096, B=3, H=10, dtype=FP16, g_wide=True, state=True, checkpoints=False),
+    Case(lengths=(512,) * 16, H=32, slow=True, state=True, checkpoints=False),
+    Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, g_wide=True, state=True, checkpoints=False),
+    Case(lengths=(100, 1, 164, 66) * 30, H=8, state=True, checkpoints=False),  # listed by length
+    Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, head_gates=True, state=True, checkpoints=False),
+]
+
+
+@pytest.mark.parametrize("case", **ids(PREFILLS))
+def test_prefill_in_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From and into slots, with boundary states and padding: the bits of CTAs of one role, in every run."""
+    if backend != "sm90":
+        pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
+    x = make_inputs(case, "cuda")
+    assert x.initial_state is not None
+    N = x.initial_state.shape[0]
+    slots, at = torch.arange(N, device="cuda").flip(0), torch.zeros(N, dtype=torch.int64, device="cuda")
+    at += 64 * torch.arange(N, device="cuda")
+    slots[1::5] = -1
+
+    def prefilled() -> list[Tensor]:
+        pool = x.initial_state.clone()  # type: ignore[union-attr]
+        given = options(x) | dict(state_indices=slots, checkpoint_at=at, backend=backend)
+        found = kda_prefill(*x[:5], pool, **given)
+        return [found.o, pool, found.checkpoints]  # type: ignore[list-item]
+
+    with torch.no_grad():
+        with without_two_roles():
+            want = prefilled()
+        form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0)
+        monkeypatch.setattr(forms, "FORMS", (form, forms.ONE_ROLE))
+        forms._planned.cache_clear()
+        if case.lengths and len(case.lengths) > 1:
+            monkeypatch.setattr(two_roles, "split_of", lambda s, processors: Split.of(22, (processors - 44) // 2 * 2))
+            two_roles.plan_of.cache_clear()
+        planned = mock.Mock(wraps=forms.planned)
+        monkeypatch.setattr(forms, "planned", planned)
+        for _ in range(RUNS):
+            assert all(map(torch.equal, prefilled(), want))
+        assert planned.call_count == RUNS
+        assert forms.planned(KDA.backends()[backend].machine, planned.call_args.args[1])[0] is form  # type: ignore[attr-defined]
     forms._planned.cache_clear()
     two_roles.plan_of.cache_clear()
 

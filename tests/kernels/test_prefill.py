@@ -15,7 +15,7 @@ from kda_layers import explain, kda, kda_prefill
 from kda_layers.kernels.kda import op
 from kda_layers.kernels.kda import slots as slot_copies
 from kda_layers.kernels.kda.contract import KDA, Inputs, PrefillInputs, PrefillOutput, problem_of
-from kda_layers.kernels.kda.cuda.forward import one_role as launcher
+from kda_layers.kernels.kda.cuda import prefill as launcher
 from tests.kernels.cases import (
     BF16,
     FP64,

@@ -26,7 +26,7 @@ from ..contract import (
     Problem,
     Widths,
 )
-from ..cuda import forms
+from ..cuda import forms, prefill
 from ..cuda.backward import gradients, reverse_scan
 from ..cuda.decode import decode
 from ..cuda.forward import last_tokens, one_role, segments, two_roles
@@ -86,9 +86,10 @@ class CudaBackend(OnArchs, Backend):
             return []
         device, dtype, gated = torch.device(problem.device), problem.dtype, problem.gate_activation
         rows = (1, B * T) if problem.packed else (B, T)
+        packed = problem.packed and not (problem.prefill and B == 1)
         s = Signature(
             device, dtype, dtype, problem.beta_dtype, (*rows, HV // problem.group, problem.K), (*rows, HV, problem.V),
-            (B + 1, torch.int32) if problem.packed else None, gated, 0.0, problem.beta_activation, problem.qk_l2norm,
+            (B + 1, torch.int32) if packed else None, gated, 0.0, problem.beta_activation, problem.qk_l2norm,
             1.0, problem.has_state, problem.has_state and problem.prefill, problem.checkpoints,
             cut=None if problem.prefill else ALWAYS if problem.segments else AUTO, saves=problem.needs_grad,
             rows=Rows(*(0,) * 8) if problem.prefill else None, head_gates=problem.head_gates,
@@ -151,7 +152,7 @@ class CudaBackend(OnArchs, Backend):
         if x.state is not None and x.state.dtype != torch.float32:
             prefill_by_forward(self, x)  # the kernel's states are fp32
         else:
-            one_role.prefill(x, self.machine)
+            prefill.prefill(x, self.machine)
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode.decode(x, self.machine)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from . import spec
 from .forward import costs, last_tokens, one_role, segments, two_roles
 from .spec import ALL_IN_CHUNKS, PARAMS, LastTokens, Plan, Saved, Signature, chunk_rows, stage_bytes
 
+R = TypeVar("R")
 MARGIN = 0.97  # of one role's time: what is nearer is within the error of expected times
 
 
@@ -116,21 +117,15 @@ def forward(x: Inputs, machine: Machine, save: bool) -> tuple[KDAOutput, list[Te
     return out, []
 
 
-def launch(
-    x: Inputs,
-    machine: Machine,
-    s: Signature,
-    last: LastTokens = ALL_IN_CHUNKS,
-    form: Form | None = None,
-) -> tuple[KDAOutput, Saved | None]:
-    """Launch a call of aligned inputs by `form`, or by the one that is chosen.
+def attempt(run: Callable[[Plan], R], machine: Machine, s: Signature, form: Form | None = None) -> R:
+    """Run the plan of a call by `form`, or by the one that is chosen.
 
     A process or stream that has a part of a GPU (MPS, green contexts) learns so from the launch alone: if specialised
     CTAs cannot all run at once, those of one role serve from then on, with a warning.
     """
     plan = planned(machine, s)[1] if form is None else form.plan_of(machine, s)
     try:
-        return run(x, plan, last)
+        return run(plan)
     except RuntimeError as error:
         if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
             raise
@@ -141,7 +136,18 @@ def launch(
             stacklevel=2,
         )
     two_roles.declined = f"{s.device} could not run all of its blocks at once"
-    return launch(x, machine, s, last, ONE_ROLE if form is TWO_ROLES else form)
+    return attempt(run, machine, s, ONE_ROLE if form is TWO_ROLES else form)
+
+
+def launch(
+    x: Inputs,
+    machine: Machine,
+    s: Signature,
+    last: LastTokens = ALL_IN_CHUNKS,
+    form: Form | None = None,
+) -> tuple[KDAOutput, Saved | None]:
+    """Launch a call of aligned inputs by `form`, or by the one that is chosen."""
+    return attempt(lambda plan: run(x, plan, last), machine, s, form)
 
 
 def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | None]:

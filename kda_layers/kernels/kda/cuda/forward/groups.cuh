@@ -28,8 +28,7 @@ struct Cursor {
     DEVICE void enter(Lane lane, const ForwardParams& p) {
         tile = work_tile(p, index);
         if (is_none(tile)) index = p.tiles;
-        if constexpr (POOLED) keys = i64(tile.first) * p.key_row + tile.head / p.group * K;
-        else keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+        keys = keys_of(p, tile);
         if (has_rows) first_row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
     }
 };

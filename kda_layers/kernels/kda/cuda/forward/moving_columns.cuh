@@ -55,28 +55,33 @@ DEVICE void wait_for_move(const ScanShared& shared, u32 move) { mbarrier_wait(sh
 // When the scanning warps have stored o of a chunk, they have read v of the next one.
 DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
+    const i64 value_stride = POOLED ? p.value_row : stride, value_step = CHUNK * value_stride;
     u32 count = 0;
     PlainTiles tiles;
     for (tiles.start(p, scanning_group(p)); tiles.valid(p); tiles.skip(p)) {
         const WorkTile tile = tiles.at(p);
         const int chunks = tiles.in_run(), before = tiles.first * CHUNK, tokens = tile.length - before;
-        i64 at = tile.row(p, before) * V + slice() * BV;
+        const bool is_zero = POOLED && is_padding(p, tile);
+        i64 at = tile.row(p, before) * V + slice() * BV, from = at;
+        if constexpr (POOLED) from = pooled_values(p, tile, before);
+        const auto values = [&](int i) { return p.v + from + i * value_step; };
         Rows next;
-        for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, p.v + at + i * step, stride, tokens - i * CHUNK);
+        for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, values(i), value_stride, tokens - i * CHUNK);
         for (int i = 0; i < min(chunks, 3); i++) {
-            next.load(lane, p.v + at + i * step, stride, tokens - i * CHUNK);
+            next.load(lane, values(i), value_stride, tokens - i * CHUNK);
             if (i < 2) give_values(lane, next, shared, count + i);
         }
         float scale[4];
         take_scale(lane, scale, shared, count);
-        for (int i = 0; i < chunks; i++, count++, at += step) {
+        for (int i = 0; i < chunks; i++, count++, at += step, from += value_step) {
             wait_for_move(shared, count);
             OutputRows o;
             o.take(lane, shared.outputs(count), scale);
+            if (is_zero) o = {};
             if (i + 2 < chunks) give_values(lane, next, shared, count + 2);
             if (i + 1 < chunks) take_scale(lane, scale, shared, count + 1);
-            if (i + 3 < chunks) next.load(lane, p.v + at + 3 * step, stride, tokens - (i + 3) * CHUNK);
-            prefetch_rows(lane, p.v + at + AHEAD * step, stride, tokens - (i + AHEAD) * CHUNK);
+            if (i + 3 < chunks) next.load(lane, values(3), value_stride, tokens - (i + 3) * CHUNK);
+            prefetch_rows(lane, values(AHEAD), value_stride, tokens - (i + AHEAD) * CHUNK);
             o.store(lane, p.o + at, stride, tokens - i * CHUNK);
         }
     }
@@ -88,14 +93,14 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
 // With SAVES its place has V' then, and there is only one: the v of the second chunk follows when the first one's was read,
 // which the scanning warps tell before all else. They wait for `all_taken` before they store what belongs to the last chunk.
 DEVICE void move_rows_across_tiles(Lane lane, const ForwardParams& p, const ScanShared& shared) {
-    const i64 stride = i64(p.HV) * V;
+    const i64 stride = i64(p.HV) * V, value_stride = POOLED ? p.value_row : stride;
     GroupChunks at, loaded, prefetched;
     at.start(p, scanning_group(p));
     if (!at.valid(p)) return;
     loaded = prefetched = at;
     const auto prefetch = [&] {
         if (!prefetched.valid(p)) return;
-        prefetch_rows(lane, p.v + prefetched.row(p), stride, prefetched.tokens());
+        prefetch_rows(lane, p.v + prefetched.value_row(p), value_stride, prefetched.tokens());
         prefetched.skip(p);
     };
     for (int i = 0; i < AHEAD; i++) prefetch();
@@ -103,7 +108,7 @@ DEVICE void move_rows_across_tiles(Lane lane, const ForwardParams& p, const Scan
     u32 loads = 0;
     const auto load = [&] {
         if (!loaded.valid(p)) return;
-        next.load(lane, p.v + loaded.row(p), stride, loaded.tokens());
+        next.load(lane, p.v + loaded.value_row(p), value_stride, loaded.tokens());
         loaded.skip(p), loads++;
     };
     const auto give = [&](u32 count) {
@@ -117,10 +122,13 @@ DEVICE void move_rows_across_tiles(Lane lane, const ForwardParams& p, const Scan
     }
     float scale[4];
     take_scale(lane, scale, shared, 0);
+    bool is_zero = false;  // the outputs of the tile
     for (u32 count = 0; at.valid(p); count++, at.skip(p)) {
+        if (POOLED && at.chunk == 0) is_zero = is_padding(p, at.at());
         wait_for_move(shared, count + SAVES);
         OutputRows o, errors;
         o.take(lane, shared.outputs(count), scale);
+        if (is_zero) o = {};
         if constexpr (SAVES) errors.take(lane, shared.values(count));
         give(count + 2);
         if (count + 1 < loads) take_scale(lane, scale, shared, count + 1);

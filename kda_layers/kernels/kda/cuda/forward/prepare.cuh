@@ -24,9 +24,7 @@ DEVICE int row_of(int warp, int id, const Cursor& at, int r) {
 }
 DEVICE int channel_of(Lane lane) { return 64 * (lane.warp % HALVES) + 8 * (lane.id % 4); }  // a lane's first
 
-DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) {
-    return at.keys + i64(row) * (POOLED ? p.key_row : p.H * K);
-}
+DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) { return at.keys + i64(row) * key_row(p); }
 DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
     if constexpr (HEAD_GATES && POOLED)
         return static_cast<const Logit*>(p.g) + i64(at.tile.first + row) * p.gate_row + at.tile.head;

@@ -8,7 +8,7 @@ DEVICE Task task_of(const ForwardParams& p, const Search& at) {
     Task task = {};
     if (!at.valid(p)) return task;
     const int before = at.chunk * CHUNK;
-    task.keys = at.keys + i64(before) * p.H * K, task.head = at.tile.head;
+    task.keys = at.keys + i64(before) * key_row(p), task.head = at.tile.head;
     task.first = at.tile.first + before, task.left = at.tile.length - before;
     task.place = (KEEPS ? kept_at(p, at.kept(p)) : ring_at(p, at.group, at.count)).base;
     task.T_fp16 = T_FP16 ? p.T_fp16 + at.kept(p) * SQUARE : nullptr;

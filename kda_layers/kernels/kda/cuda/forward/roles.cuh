@@ -6,7 +6,7 @@
 //
 // Where sequences are cut into segments, a sequence's last one is not scanned: its chunks are prepared after all others.
 #pragma once
-#include "shared.cuh"
+#include "pooled.cuh"
 
 // With SAVES, the other way round: those that scan come last. Then a block waits only for blocks before it, which a GPU
 // starts first, and no launch waits until all of them can run.
@@ -156,8 +156,12 @@ struct GroupChunks {
     DEVICE i64 kept(const ForwardParams& p) const { return kept_index(p, tile, of_tile()); }
 #endif
     DEVICE int of_tile() const { return tiles.before_run() + chunk; }
-    // Offset of its first token in v and o.
+    // Offsets of its first token in o and in v.
     DEVICE i64 row(const ForwardParams& p) const { return at().row(p, of_tile() * CHUNK) * V + slice() * BV; }
+    DEVICE i64 value_row(const ForwardParams& p) const {
+        if constexpr (POOLED) return pooled_values(p, at(), of_tile() * CHUNK);
+        return row(p);
+    }
     DEVICE int tokens() const { return at().length - of_tile() * CHUNK; }  // from the chunk's start on
 };
 
@@ -202,7 +206,7 @@ struct PlainSearch {
         else index = p.tiles;
         if (!valid(p)) return;
         tile = work_tile(p, index);
-        keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+        keys = keys_of(p, tile);
     }
     DEVICE void find_scanned(const ForwardParams& p, const Runs& runs) {
         count = u32(item) / p.groups, group = item - count * p.groups;
@@ -272,7 +276,7 @@ struct PackedSearch {
         tile.head = broadcast(tiles.tile.head, group);
         if (KEEPS) first_row = broadcast(tiles.first_row, group);
         chunk = broadcast(int(count - end) + tiles.tile.chunks(), group);
-        keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+        keys = keys_of(p, tile);
     }
 };
 

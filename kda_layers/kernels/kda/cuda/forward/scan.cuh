@@ -4,7 +4,7 @@
 // are columns of V. Column n = 8 i + 2 t + {0, 1} of the MMAs is column BV / 4 * t + 2 i + {0, 1} of V, so that a
 // lane's columns are contiguous in memory.
 #pragma once
-#include "shared.cuh"
+#include "pooled.cuh"
 
 constexpr int TILES = BV / 8;
 using Columns = float[TILES][4];  // rows g and g + 8 of the warp's 16, by BV columns
@@ -257,34 +257,7 @@ DEVICE void finish_chunk(Lane lane, State& state, Values& values, Columns& O, co
     release(lane, shared, OUTPUT, count);
 }
 
-// ---------------------------------------------------------------- what engines ask for (POOLED)
-
-DEVICE i64 index_of(const void* indices, int int64, int n) {
-    return int64 ? static_cast<const i64*>(indices)[n] : static_cast<const int*>(indices)[n];
-}
-
-// The state [V, K] of a work tile, read and overwritten; null if there is none.
-DEVICE float* pooled_state(const ForwardParams& p, const WorkTile& tile) {
-    const u64 slot = p.slots ? index_of(p.slots, p.int64_slots, tile.sequence) : tile.sequence;
-    if (!p.final_state || slot >= u64(p.slot_count)) return nullptr;
-    return p.final_state + slot * p.slot_stride + tile.head * (V * K);
-}
-
-// Recomputed at every use: keeping addresses in registers makes the scanning warps spill.
-DEVICE const u16* pooled_values(const ForwardParams& p, const WorkTile& tile, int token) {
-    return p.v + i64(tile.first + token) * p.value_row + tile.head * V + slice() * BV;
-}
-
-// Tokens after which a work tile's state is stored as a checkpoint; NEVER; or PADDING, whose outputs are zero.
-constexpr int NEVER = -1, PADDING = -2;
-DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
-    if (p.slots && !pooled_state(p, tile)) return PADDING;
-    const i64 stop = p.stops ? index_of(p.stops, p.int64_stops, tile.sequence) : NEVER;
-    return stop < 0 || stop > tile.length || stop % CHUNK ? NEVER : int(stop);
-}
-
-// The index of a tile's head among those of all sequences.
-DEVICE int head_of(const ForwardParams& p, const WorkTile& tile) { return tile.sequence * p.HV + tile.head; }
+// ---------------------------------------------------------------- the scan of a CTA
 
 // The state before a segment.
 DEVICE void load_start(Lane lane, State& state, const ForwardParams& p, const WorkTile& tile, int place) {
@@ -322,14 +295,15 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
         operand_sync();
         Values next;
         if (tile.length > 0)
-            next.load(lane, POOLED ? pooled_values(p, tile, 0) : p.v + tokens_at, v_stride, tile.length);
+            next.load(lane, p.v + (POOLED ? pooled_values(p, tile, 0) : tokens_at), v_stride, tile.length);
         for (int left = tile.length; left > 0; left -= CHUNK, tokens_at += CHUNK * stride, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
             if (left > CHUNK)
+                // Recomputed for slots: keeping the address in registers makes the scanning warps spill
                 next.load(
                     lane,
-                    POOLED ? pooled_values(p, tile, tile.length - left + CHUNK) : p.v + tokens_at + CHUNK * stride,
+                    p.v + (POOLED ? pooled_values(p, tile, tile.length - left + CHUNK) : tokens_at + CHUNK * stride),
                     v_stride, left - CHUNK);
             const Operands chunk = first.at(count % STAGES * STAGE_BYTES);
             Columns R, E, O;

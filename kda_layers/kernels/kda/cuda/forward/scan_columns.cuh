@@ -198,14 +198,27 @@ DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, cons
     return next_there;
 }
 
-// With CHECKPOINTS, where a warp stores the next state of a group's part of a tile: its whole chunks have consecutive rows.
+// Where a warp stores states of a group's part of a tile. With CHECKPOINTS after each whole chunk, in consecutive rows; with
+// POOLED once, where so many chunks are left of the part as `stop`.
 struct Checkpoints {
     float* next;
     i64 step;
+    int stop;
 
     DEVICE void start(Lane lane, const ForwardParams& p, const Tiles& tiles, const WorkTile& tile, int column) {
+        if constexpr (POOLED) {
+            const int after = stop_of(p, tile);
+            stop = after < 0 ? -1 : tiles.before_run() + tiles.in_run() - after / CHUNK;
+            next = p.checkpoints + state_at(head_of(p, tile), column), step = 0;
+            return;
+        }
         const i64 row = chunks_before(lane, p, tile.sequence, WHOLE) + tiles.before_run();
         next = p.checkpoints + state_at(row * p.HV + tile.head, column), step = i64(p.HV) * V * K;
+    }
+    DEVICE bool is_due(int left, int chunks) const { return POOLED ? left == stop : CHECKPOINTS && left < chunks; }
+    DEVICE bool is_due_at_end(const Tiles& tiles, const WorkTile& tile) const {
+        if constexpr (POOLED) return stop == 0 && tiles.ends();
+        return CHECKPOINTS && tiles.in_run() > 0 && (!tiles.ends() || tile.length % CHUNK == 0);
     }
     DEVICE void store(Lane lane, State& state) {
         state.each(lane, [&](float& a, float& b, int at) { store_once(next + at, make_float2(a, b)); });
@@ -216,7 +229,8 @@ struct Checkpoints {
 // The state at the start of a group's part of a tile.
 DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, int column) {
     if (tiles.begins()) {
-        state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
+        if constexpr (POOLED) state.load(lane, pooled_state(p, tiles.at(p), column));
+        else state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
     } else {
         const int group = scanning_group(p) - 1;
         while (read_counter(handed(p, group, slice())) < WARPS) back_off();
@@ -235,7 +249,11 @@ DEVICE void end_tile(Lane lane, State& state, const ForwardParams& p, const Tile
         if (lane.id == 0) red_add_release(handed(p, scanning_group(p), slice()), 1);
         return;
     }
-    if (p.final_state) state.store(lane, p.final_state + state_at(tiles.state(p), column));
+    if constexpr (POOLED) {
+        if (float* to = pooled_state(p, tile, column)) state.store(lane, to);
+    } else if (p.final_state) {
+        state.store(lane, p.final_state + state_at(tiles.state(p), column));
+    }
 #if LAST_TOKENS
     if (p.before_last && (!PACKED || tile.length > 0) && has_last_tokens(p, tile.sequence))
         state.store(lane, p.before_last + state_at(tiles.index, column));
@@ -264,7 +282,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
         if (chunks > 0) give_state(lane, x.S, shared, at.count);
 #endif
         Checkpoints checkpoints;
-        if constexpr (CHECKPOINTS) checkpoints.start(lane, p, tiles, tile, column);
+        if constexpr (CHECKPOINTS || POOLED) checkpoints.start(lane, p, tiles, tile, column);
         for (int left = chunks; left > 0; left--) {
             const Place next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
@@ -273,7 +291,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             fence_operand(x.state.S);
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(W, x.S, rows);
-            if (CHECKPOINTS && left < chunks) checkpoints.store(lane, x.state);  // after the previous chunk
+            if (checkpoints.is_due(left, chunks)) checkpoints.store(lane, x.state);  // after the previous chunk
             if (opt_barrier(left) > 0) x.state.decay(x.gamma);  // always; a branch keeps it behind these MMAs
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(O, x.S, operand_at(rows, AT_QG));
@@ -302,8 +320,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             release(lane, shared, OUTPUT, at);
             at = next;
         }
-        const bool is_whole = !tiles.ends() || tile.length % CHUNK == 0;
-        if (CHECKPOINTS && chunks > 0 && is_whole) checkpoints.store(lane, x.state);
+        if (checkpoints.is_due_at_end(tiles, tile)) checkpoints.store(lane, x.state);
         end_tile(lane, x.state, p, tiles, tile, column);
     }
 }

@@ -27,7 +27,8 @@ constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, per CTA g
 constexpr bool PREPARES = SEGMENTS != LAST_SCAN;
 constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a row of its own
 constexpr bool LANE_ORDER = BLOCK_ROLES && !KEEPS;  // of gamma, see gamma_at
-static_assert(!PACKED || BLOCK_ROLES && !SEGMENTS && !POOLED);
+static_assert(!PACKED || BLOCK_ROLES && !SEGMENTS);
+static_assert(!POOLED || !SAVES && !SEGMENTS);
 // Pieces of 16 bytes that shared memory has for 8 logits of the next chunk. With BLOCK_ROLES there is room for q, k and any
 // logits of channels, otherwise only for logits of 16 bits.
 constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;
@@ -43,6 +44,16 @@ DEVICE bool has_last_tokens(const ForwardParams& p, int sequence) {
     const int length = p.cu_seqlens ? offset_of(p, sequence + 1) - offset_of(p, sequence) : p.T;
     return in_chunks(p, length) < length;
 }
+
+// Of tokens in q and k: their stride, and the offset of a work tile's first one.
+DEVICE int key_row(const ForwardParams& p) { return POOLED ? p.key_row : p.H * K; }
+DEVICE i64 keys_of(const ForwardParams& p, const WorkTile& tile) {
+    if constexpr (POOLED) return i64(tile.first) * p.key_row + tile.head / p.group * K;
+    return (i64(tile.first) * p.H + tile.head / p.group) * K;
+}
+
+// The index of a tile's head among those of all sequences.
+DEVICE int head_of(const ForwardParams& p, const WorkTile& tile) { return tile.sequence * p.HV + tile.head; }
 
 // ---------------------------------------------------------------- shared memory
 

@@ -33,10 +33,10 @@ template <int role> DEVICE void registers() {
 #endif
 }
 
-// Where chunks are saved ptxas recomputes the lane, for which it spills. It does not look through a shuffle; one before a
-// role's registers are there would spill, too.
+// Where chunks are saved, or states are in slots, ptxas recomputes the lane, for which it spills. It does not look through
+// a shuffle; one before a role's registers are there would spill, too.
 DEVICE void hold(Lane& lane) {
-    if (!SAVES) return;
+    if (!SAVES && !POOLED) return;
     const u32 thread = read_thread_index();
     lane = {int(thread / 32), int(thread % 32)};
 }
@@ -45,7 +45,7 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     const ScanShared shared{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
-        if (PACKED) hold(lane);  // else it would spill
+        if (PACKED && !POOLED) hold(lane);  // else it would spill
         if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(lane, p, shared);
         else scan_columns(lane, p, shared);
     } else if (lane.warp < WARPS + MOVERS) {
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 #endif
     block_or_cluster_sync(BLOCK_THREADS);
     // The shuffle keeps ptxas from recomputing the lane, which spills with wgmma; without wgmma, holding it spills
-    const u32 thread = PACKED && HAS_WGMMA && !SAVES ? read_thread_index() % 512 : threadIdx.x;
+    const u32 thread = PACKED && HAS_WGMMA && !SAVES && !POOLED ? read_thread_index() % 512 : threadIdx.x;
     if (scans) scan_block({int(thread / 32), int(thread % 32)}, p);
     else prepare_block(lane, p);
     block_or_cluster_sync(BLOCK_THREADS);

@@ -45,6 +45,7 @@ class Variant(NamedTuple):
     T_fp16: bool = False  # with `cut` or `saves`: also saves T' in fp16
     head_gates: bool = False  # one gate for all channels of a head
     saves: bool = False  # what the backward reads
+    pooled: bool = False  # for engines: states in slots of a pool, rows of tokens with strides
 
     @property
     def source(self) -> str:
@@ -58,7 +59,8 @@ class Variant(NamedTuple):
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
-            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": 0, "BLOCK_ROLES": 1,
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
+            "BLOCK_ROLES": 1,
             "T_FP16": int(self.T_fp16), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
             "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed), "CHECKPOINTS": int(self.checkpoints),
             "HEAD_GATES": int(self.head_gates),
@@ -102,15 +104,14 @@ def variants(arch: int) -> Iterable[Variant]:
     flags = (False, True)
     choices = itertools.product(spec.TYPES, GATE_CODES, flags, flags, flags, flags, flags)
     found = (variant_for(WIDTH, *choice[:3], arch, *choice[3:]) for choice in choices)
-    return spec.with_those_of_heads(v for v in found if v.saves >= v.T_fp16 <= (v.dtype in spec.T_FP16))
+    plain = [v for v in found if v.saves >= v.T_fp16 <= (v.dtype in spec.T_FP16)]
+    pooled = [v._replace(pooled=True) for v in plain if not (v.checkpoints or v.saves)]
+    return spec.with_those_of_heads((*plain, *pooled))
 
 
 def serves(s: Signature, properties: Properties) -> list[str]:
     """Return the reasons against this form for a call, each 'what it is, what it needs'."""
-    reasons = general_reasons(s, properties)
-    if s.rows is not None:
-        reasons.append("states are in slots, needs kda")
-    return reasons or costs.unmeasured(costs.Work.of(s), properties.processors)
+    return general_reasons(s, properties) or costs.unmeasured(costs.Work.of(s), properties.processors)
 
 
 def general_reasons(s: Signature, properties: Properties) -> list[str]:
@@ -139,10 +140,10 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     processors, arch, _ = machine.properties(s.device)
     split = split_of(s, processors)
     assert split.groups <= (MOST_GROUPS_PACKED if s.packed else s.sequences * s.v_shape[2])
-    v = variant_for(
-        s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints, s.saves, s.T_fp16
-    )
-    v = v._replace(head_gates=s.head_gates)
+    pooled = s.rows is not None
+    checkpoints = s.checkpoints and not pooled
+    v = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, checkpoints, s.saves, s.T_fp16)
+    v = v._replace(head_gates=s.head_gates, pooled=pooled)
     blocks = split.groups * v.slices + split.preparers
     launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=not s.saves)
     if s.saves:  # rows of saved chunks replace the ring
