@@ -117,7 +117,7 @@ def test_without_boundary_states_or_a_pool(case: Case) -> None:
 
 @pytest.mark.emulated
 def test_listed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many sequences those are listed that have chunks, or whose state before all tokens is asked for."""
+    """Many sequences: those are listed that have chunks, or whose state before all tokens is asked for."""
     monkeypatch.setattr(last_tokens, "MANY_IN_PLACE", 3)
     x = inputs_of(CASES[4])
     want = run(x)
