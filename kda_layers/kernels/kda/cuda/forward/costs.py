@@ -25,8 +25,8 @@ SLICES = WIDTH // BV  # blocks of a CTA group that scans, a cluster
 # on an H200; STORES_TOGETHER and WIDE_STORES_TOGETHER are the same in one role.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
 PREPARES_HEADS = 3.5  # with gates of heads, on an H200
-# From the end of preparation to that of the scan. 32 heads of 1,024, 2,048 and 8,192 tokens took an H200 24 us and 4.65 for
-# each chunk that a multiprocessor prepares; with both numbers, calls with checkpoints would get other splits, and lose 4 %.
+# From the end of preparation to that of the scan. 32 heads of 1,024 to 8,192 tokens took an H200 24 us, and 4.65 a
+# chunk that a multiprocessor prepares. With these numbers calls with checkpoints would get other splits, and lose 4 %.
 LAST = 2.0
 # Blocks that prepare for several groups wait for each of them, unless every chunk has a row of its own. Relative to
 # these times, 21 groups with 90 such blocks took 7 % longer than 22 groups with 88 blocks, four for each group.
