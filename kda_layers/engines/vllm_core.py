@@ -1,7 +1,7 @@
 """The part of vLLM's KDA layers between the projections and the output projection, on its pools of states.
 
 Pages are read and written in place: no state is gathered, scattered or copied. A step of decoded tokens is one launch;
-one with prompts is vLLM's convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
+one with prompts is one convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.engines import calls
+from kda_layers.kernels.fused.short_conv import short_convs
 from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
 from kda_layers.kernels.kda.drafts import kda_commit, kda_verify
@@ -59,6 +60,7 @@ class Slots(NamedTuple):
     """Slots of one step's prefills, the same in every layer of a cache group."""
 
     slots: Tensor  # [N]; NO_SLOT for padding
+    all: Tensor  # [N], those of padding, too, which the convolution may overwrite
     fresh: Tensor  # [prefills] int64, the slots of sequences that begin here; 0 for the others
     checkpoint_at: Tensor | None  # [N]; -1 for none
 
@@ -92,12 +94,12 @@ class Core:
     """
 
     def __init__(
-        self, heads: int, head_dim: int, conv_fn: Any, conv_update: Any, exporter: Any, updates: Tensor | None = None
+        self, heads: int, head_dim: int, conv_update: Any, exporter: Any, updates: Tensor | None = None
     ) -> None:
         self.heads, self.head_dim, self.updates = heads, head_dim, updates
         if updates is not None:  # a step's requests have the first rows
             self.rows = torch.arange(len(updates), dtype=torch.int32, device=updates.device)
-        self._conv_fn, self._conv_update, self._exporter = conv_fn, conv_update, exporter
+        self._conv_update, self._exporter = conv_update, exporter
 
     def run(
         self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor
@@ -154,12 +156,8 @@ class Core:
         """Run sequences of any length, decoded tokens among them; out [1, T, H, D] is not normed."""
         offsets = m.non_spec_query_start_loc
         step = self._slots(m, offsets.shape[0] - 1)
-        y = self._conv_fn(
-            x.qkv.transpose(0, 1), p.conv_weight, None, activation="silu", conv_states=conv_state,
-            has_initial_state=m.has_initial_state, cache_indices=m.non_spec_state_indices_tensor,
-            query_start_loc=offsets, metadata=m,
-        ).transpose(0, 1)  # fmt: skip
         state.index_fill_(0, step.fresh, 0)
+        y = convolve(x.qkv, p.conv_weight, conv_state.index_fill_(0, step.fresh, 0), step.all, offsets)
         found = kda_prefill(
             *self._split(y), x.f.unflatten(-1, (self.heads, self.head_dim))[None], x.beta[None], state,
             cu_seqlens=offsets, state_indices=step.slots, checkpoint_at=step.checkpoint_at, out=out, **p.gate,
@@ -230,9 +228,16 @@ class Core:
             if m.checkpoint is not None:
                 offsets = m.checkpoint.checkpoint_offsets
                 at = offsets.where(offsets > 0, -1)
-            found = Slots(slots.where(slots >= FIRST_SLOT, NO_SLOT), fresh, at)
+            found = Slots(slots.where(slots >= FIRST_SLOT, NO_SLOT), slots, fresh, at)
             m.kda_layers_slots = found
         return found
+
+
+def convolve(x: Tensor, weight: Tensor, pool: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    """Return y [T, D] of packed rows x [T, D]; states are from and into slots of the pool [slots, D, W - 1 or more]."""
+    pool = pool[..., : weight.shape[1] - 1]
+    (y,), _ = short_convs([x[None]], weight, pool.index_select(0, slots), offsets, into=(pool, slots))
+    return y[0]
 
 
 _warm: set[Any] = set()
@@ -254,12 +259,15 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
     _warm.add(kind)
     with torch.inference_mode(), torch.device(state.device):
         updates = torch.zeros(2, tokens, heads, 3 * D, dtype=torch.float32) if recovers else None
-        core, pool = Core(heads, D, None, None, None, updates), torch.zeros(3, heads, D, D, dtype=state.dtype)
+        core, pool = Core(heads, D, None, None, updates), torch.zeros(3, heads, D, D, dtype=state.dtype)
         conv = torch.zeros(3, taps - 1, 3 * heads * D, dtype=dtype).mT
         sizes = 3 * heads * D, heads * D, heads * D, heads
         x = Tokens(*(torch.zeros(71, size, dtype=dtype) for size in sizes))
         slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 71, heads, D, dtype=dtype)
         core.decode(slots, x.first(2), p, conv, pool, out[:, :2])
+        for count in 4, 500, 1500:  # each length of a strip
+            rows = torch.zeros(count, 3 * heads * D, dtype=dtype)
+            convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))
         q, k, v = x.qkv.unflatten(-1, (3, heads, D))[None].unbind(2)
         kda_prefill(
             q, k, v, x.f.view(out.shape), x.beta[None], pool, state_indices=slots, out=out,

@@ -62,9 +62,7 @@ class Layer:
         if recovers:
             self.recoverssm_records = None  # vLLM's own, which nothing reads
             updates = vllm_recover.new_updates(self.local_num_heads, self.head_dim, tokens, device)
-        self.core = Core(
-            self.local_num_heads, self.head_dim, stock.causal_conv1d_fn, stock.causal_conv1d_update, exporter, updates
-        )
+        self.core = Core(self.local_num_heads, self.head_dim, stock.causal_conv1d_update, exporter, updates)
         _say_once(logging.INFO, f"kda_layers serves {self._theirs()} on vLLM's pools of states")
 
     def _theirs(self) -> str:

@@ -33,7 +33,14 @@ ONES = {"D0", "D1", "T", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "
 
 def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = False) -> dict[str, Any]:
     """Compile a kernel; with `ones`, arguments that may be 1 are, which Triton takes for constants."""
-    constants = {"W": 4, "PACKED": packed, "STATE": packed, "STRIP": FORWARD_STRIPS[0], "BLOCK_D": MOST_CHANNELS}
+    constants = {
+        "W": 4,
+        "PACKED": packed,
+        "STATE": 4 * packed,
+        "COLUMNS": 4,
+        "STRIP": FORWARD_STRIPS[0],
+        "BLOCK_D": MOST_CHANNELS,
+    }
     types, values, hints = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:

@@ -115,22 +115,24 @@ def test_one_packed_token_with_a_state() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("columns", [4, 3])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_states_in_a_pool(backend: str) -> None:
+def test_states_in_a_pool(backend: str, columns: int) -> None:
     """Strided slots in any order get what would be returned; the other ones, and those of empty sequences, nothing."""
     xs = [normal(1, T, width, seed=i).to(BEST_DEVICE, FP32) for i, width in enumerate(WIDTHS)]
     weight, state = normal(49, 4, seed=8).to(BEST_DEVICE, FP32), normal(7, 49, 4, seed=9).to(BEST_DEVICE, FP32)
     cu_seqlens = converted(offsets(LENGTHS), BEST_DEVICE, FP32)
     ys, new = short_convs(xs, weight, state, cu_seqlens, backend=backend)
     assert new is not None
-    pool = torch.full((9, 4, 53), 7.0, device=BEST_DEVICE)[..., 1:50].mT
+    pool = torch.full((9, columns, 53), 7.0, device=BEST_DEVICE)[..., 1:50].mT
     slots = torch.tensor([0, 8, 3, 0, 1, 5, 0], device=BEST_DEVICE)
-    again, nothing = short_convs(xs, weight, state, cu_seqlens, backend=backend, into=(pool, slots))
+    kept = state[..., -columns:]
+    again, nothing = short_convs(xs, weight, kept, cu_seqlens, backend=backend, into=(pool, slots.int()))
     assert nothing is None
     assert all(torch.equal(a, b) for a, b in zip(again, ys, strict=True))
     for n, length in enumerate(LENGTHS):
         if length:
-            assert torch.equal(pool[slots[n]], new[n])
+            assert torch.equal(pool[slots[n]], new[n, :, -columns:])
     assert (pool[[2, 4, 6, 7]] == 7).all()
 
 

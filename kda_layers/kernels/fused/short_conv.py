@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     x1: Tensor | None  # [B, T, D1]
     x2: Tensor | None  # [B, T, D2]
     weight: Tensor  # [D0 + D1 + D2, W]
-    state: Tensor | None  # [N, D0 + D1 + D2, W]
+    state: Tensor | None  # [N, D0 + D1 + D2, W], or W - 1 for Triton's kernels of packed sequences
     cu_seqlens: Tensor | None  # [N + 1] int32 or int64
 
     @property
@@ -265,19 +265,23 @@ def short_convs(
     Args:
         xs: one to three tensors [B, T, D_i] of one float dtype; computed in fp32 (fp64 for fp64).
         weight: [D, W], the channels of xs one after the other.
-        state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed.
+        state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed. Or without
+            the first of them, which is not read: [N, D, W - 1].
         cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
         mask: [B, T] bool, True for real tokens, which see the W - 1 real ones before them; xs must be 0 at
             padding, which may be anywhere. None for no padding. Not with cu_seqlens.
         keep_state: False for None in place of the new state.
         backend: name of a backend, used if it serves this call; None chooses.
-        into: a pool of states [slots, D, W] and the slots [N] that the new ones of packed sequences are written to, in
-            place of being returned; what is written for an empty sequence is not defined. No gradients.
+        into: a pool of states [slots, D, W or W - 1] and the slots [N] that the new ones of packed sequences are written
+            to, in place of being returned; what is written for an empty sequence is not defined. No gradients.
 
     Returns:
         y_i [B, T, D_i] in the dtype of xs, contiguous where that needs no copy, and the new state [N, D, W] or None.
     """
     widths, name = [x.shape[-1] for x in xs], choose(backend, xs[0], weight, mask, cu_seqlens is not None)
+    in_triton = name == "triton" and cu_seqlens is not None and not torch.compiler.is_compiling()
+    if state is not None and not in_triton:
+        state = pad(state, (weight.shape[1] - state.shape[2], 0))
     if name == "eager":  # plain PyTorch is fastest with few large operations
         y, new = SHORT_CONV.backend(name).run(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask)
         return list(y.split(widths, -1)), _kept(new, into) if keep_state else None
@@ -288,16 +292,17 @@ def short_convs(
     ys = given(_short_conv(inputs, grads and any(t.requires_grad for t in (*xs, weight)), name))
     if not keep_state:
         return ys, None
-    parts = zip(xs, _split(state, widths), strict=True)
-    if cu_seqlens is None:
-        return ys, torch.cat([state_after(x, W, s, None) for x, s in parts], 1)
-    if name == "triton" and not torch.compiler.is_compiling():
+    if in_triton:
+        assert cu_seqlens is not None
         from .triton.short_conv import packed_state
 
         new = None if into else xs[0].new_empty(cu_seqlens.shape[0] - 1, sum(widths), W)
         with torch.no_grad():
             packed_state(inputs, *(into or (new, None)))
         return ys, new
+    parts = zip(xs, _split(state, widths), strict=True)
+    if cu_seqlens is None:
+        return ys, torch.cat([state_after(x, W, s, None) for x, s in parts], 1)
     return ys, _kept(torch.cat([_packed_state(x, W, s, cu_seqlens) for x, s in parts], 1), into)
 
 
@@ -306,7 +311,7 @@ def _kept(new: Tensor, into: tuple[Tensor, Tensor] | None) -> Tensor | None:
     if into is None:
         return new
     pool, slots = into
-    pool.index_copy_(0, slots, new.to(pool.dtype))
+    pool.index_copy_(0, slots.long(), new[..., -pool.shape[2] :].to(pool.dtype))
     return None
 
 

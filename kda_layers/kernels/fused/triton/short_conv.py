@@ -51,7 +51,7 @@ def backward(x: Inputs, d_ys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
-    """Write the states after packed sequences to new [N, D, W], or those of nonempty ones to new[rows], rows [N]."""
+    """Write the states after packed sequences to new [N, D, .], or those of nonempty ones to new[rows], rows [N]."""
     call = _Call(x, FORWARD_STRIPS)
     assert x.cu_seqlens is not None
     programs, any_tensor = (x.cu_seqlens.shape[0] - 1) * call.blocks, call.xs[0]
@@ -61,7 +61,7 @@ def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
     with on_device_of(any_tensor):
         conv_state_kernel[(programs,)](
             *_three(call.xs, any_tensor), old, new, x.cu_seqlens, at, *_three([t.stride(1) for t in call.xs], 0),
-            *old.stride(), *new.stride(), *call.widths, W=call.weight.shape[1], STATE=x.state is not None,
+            *old.stride(), *new.stride(), *call.widths, COLUMNS=new.shape[2], STATE=call.columns,
             ROWS_GIVEN=rows is not None, BLOCK_D=call.block, num_warps=max(1, call.block // FORWARD_CHANNELS),
         )  # fmt: skip
 
@@ -72,7 +72,7 @@ class _Call:
     def __init__(self, x: Inputs, strips: Sequence[int]):
         self.xs = [even_rows(t) for t in x.xs]
         self.weight, self.state, self.offsets = x.weight.contiguous(), x.state, x.cu_seqlens
-        self.B, self.T = x.x0.shape[:2]
+        (self.B, self.T), self.columns = x.x0.shape[:2], 0 if x.state is None else x.state.shape[2]
         widths = [t.shape[2] for t in self.xs]
         self.widths = widths + [0] * (TENSORS - len(widths))
         self.block = min(MOST_CHANNELS, max(32, 1 << (max(widths) - 1).bit_length()))
@@ -102,7 +102,7 @@ class _Call:
         with on_device_of(any_tensor):
             kernel[(programs,)](
                 *tensors, self.weight, state, offsets, *more, *strides, *state.stride(), *self.widths, self.T, N,
-                self.strips, W=self.weight.shape[1], PACKED=self.offsets is not None, STATE=self.state is not None,
+                self.strips, W=self.weight.shape[1], PACKED=self.offsets is not None, STATE=self.columns,
                 STRIP=self.strip, BLOCK_D=self.block, num_warps=max(1, self.block // warp_channels),
             )  # fmt: skip
 
@@ -114,7 +114,7 @@ def _three(group: Sequence[Any], rest: Any) -> list[Any]:
 @triton.jit(do_not_specialize=["N"])  # Triton 3.6 fails on one packed token with a state if N is the constant 1
 def conv_forward_kernel(
     X0, X1, X2, Y0, Y1, Y2, Weight, State, Offsets,
-    x0_stride, x1_stride, x2_stride, n_stride, d_stride, w_stride,  # of a token; of the state [N, D, W]
+    x0_stride, x1_stride, x2_stride, n_stride, d_stride, w_stride,  # of a token; of the state [N, D, STATE]
     D0, D1, D2, T, N, strips,
     W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, STRIP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -219,10 +219,10 @@ def conv_backward_kernel(
 @triton.jit
 def conv_state_kernel(
     X0, X1, X2, State, New, Offsets, Rows, x0_stride, x1_stride, x2_stride,
-    n_stride, d_stride, w_stride, new_n_stride, new_d_stride, new_w_stride,  # of the states [.., D, W]
-    D0, D1, D2, W: tl.constexpr, STATE: tl.constexpr, ROWS_GIVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    n_stride, d_stride, w_stride, new_n_stride, new_d_stride, new_w_stride,  # of the states [.., D, .]
+    D0, D1, D2, COLUMNS: tl.constexpr, STATE: tl.constexpr, ROWS_GIVEN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """New[Rows[n]] (New[n] if not ROWS_GIVEN), the last W inputs of sequence n, its State[n] before the first."""
+    """New[Rows[n]] (New[n] if not ROWS_GIVEN), the last inputs of sequence n, its State[n] before the first."""
     tensor, local, channel, width, n, _ = _place(D0, D1, D2, 2147483647, BLOCK_D)
     inside = local < width
     stride = tl.cast(_of(tensor, x0_stride, x1_stride, x2_stride), tl.int64)
@@ -234,8 +234,8 @@ def conv_state_kernel(
     New += row * new_n_stride + channel * new_d_stride
     State += channel * d_stride
     if (end > begin) | (not ROWS_GIVEN):  # most sequences of an engine's step are empty
-        for i in tl.static_range(W):
-            x = _earlier(X, stride, State, n_stride, w_stride, end - W + i, begin, n, local, width, W, STATE)
+        for i in tl.static_range(COLUMNS):
+            x = _earlier(X, stride, State, n_stride, w_stride, end - COLUMNS + i, begin, n, local, width, STATE)
             tl.store(New + i * new_w_stride, x.to(New.dtype.element_ty), mask=inside)
 
 
@@ -341,21 +341,21 @@ def _history(
 ):  # fmt: skip
     """The rows t - 1, t - 2 and t - 3 of a sequence, from the state or zeros before its begin; zeros from lag W on."""
     x1, x2, x3 = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
-    x1 = _earlier(X, stride, State, n_stride, w_stride, t - 1, begin, n, local, width, W, STATE)
+    x1 = _earlier(X, stride, State, n_stride, w_stride, t - 1, begin, n, local, width, STATE)
     if W > 2:
-        x2 = _earlier(X, stride, State, n_stride, w_stride, t - 2, begin, n, local, width, W, STATE)
+        x2 = _earlier(X, stride, State, n_stride, w_stride, t - 2, begin, n, local, width, STATE)
     if W > 3:
-        x3 = _earlier(X, stride, State, n_stride, w_stride, t - 3, begin, n, local, width, W, STATE)
+        x3 = _earlier(X, stride, State, n_stride, w_stride, t - 3, begin, n, local, width, STATE)
     return x1, x2, x3
 
 
 @triton.jit
-def _earlier(X, stride, State, n_stride, w_stride, t, begin, n, local, width, W: tl.constexpr, STATE: tl.constexpr):
+def _earlier(X, stride, State, n_stride, w_stride, t, begin, n, local, width, STATE: tl.constexpr):
     """Row t of a sequence, from the state or zeros before its begin."""
     some = tl.where(t >= tl.maximum(begin, 0), width, 0)
     x = tl.load(X + t * stride, mask=local < some, other=0.0).to(tl.float32)
     if STATE:
-        column = W + t - begin
+        column = STATE + t - begin
         some = tl.where((t < begin) & (column >= 0), width, 0)
         State += tl.cast(n, tl.int64) * n_stride + column * w_stride
         x += tl.load(State, mask=local < some, other=0.0).to(tl.float32)
