@@ -272,8 +272,8 @@ def short_convs(
             padding, which may be anywhere. None for no padding. Not with cu_seqlens.
         keep_state: False for None in place of the new state.
         backend: name of a backend, used if it serves this call; None chooses.
-        into: a pool of states [slots, D, W or W - 1] and the slots [N] that the new ones of packed sequences are written
-            to, in place of being returned; what is written for an empty sequence is not defined. No gradients.
+        into: a pool of states [slots, D, W or W - 1] and the slots [N] to which the new ones of packed sequences are
+            written, in place of being returned; what is written for an empty sequence is not defined. No gradients.
 
     Returns:
         y_i [B, T, D_i] in the dtype of xs, contiguous where that needs no copy, and the new state [N, D, W] or None.
