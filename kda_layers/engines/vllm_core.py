@@ -1,7 +1,7 @@
 """The part of vLLM's KDA layers between the projections and the output projection, on its pools of states.
 
-Pages are read and written in place: no state is gathered, scattered or copied. A step of decoded tokens is one launch;
-one with prompts is one convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
+Pages are read and written in place: no recurrent state is gathered, scattered or copied. A step of decoded tokens is
+one launch; one with prompts is one convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
 """
 
 from __future__ import annotations

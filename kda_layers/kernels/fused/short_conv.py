@@ -280,8 +280,8 @@ def short_convs(
     """
     widths, name = [x.shape[-1] for x in xs], choose(backend, xs[0], weight, mask, cu_seqlens is not None)
     in_triton = name == "triton" and cu_seqlens is not None and not torch.compiler.is_compiling()
-    if state is not None and not in_triton:
-        state = pad(state, (weight.shape[1] - state.shape[2], 0))
+    if state is not None and not in_triton and state.shape[2] < weight.shape[1]:
+        state = pad(state, (1, 0))
     if name == "eager":  # plain PyTorch is fastest with few large operations
         y, new = SHORT_CONV.backend(name).run(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask)
         return list(y.split(widths, -1)), _kept(new, into) if keep_state else None
