@@ -153,16 +153,15 @@ def test_order_and_number_of_blocks(form: str) -> None:
         assert_same(cut(x, form, processors, seed), want)
 
 
-@in_every_form
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_transitions_by_specialised_ctas(groups: int, fine: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transitions_by_specialised_ctas(groups: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of blocks of one role, saved tensors too, however blocks are shared out."""
     x = make_inputs(replace(SLOW, B=2, T=300))._replace(fine_gradients=fine)
 
     def run(roles: bool, seed: int = 0) -> list[Tensor]:
         monkeypatch.setattr(segments, "splits", lambda s, properties: roles)
-        machine = emulated.Emulator(FORMS[form], 16, seed)
+        machine = emulated.Emulator(processors=16, seed=seed)
         out, saved = in_segments(x, machine, Cut(SHORT + 1, SHORT, TILES), save=True)
         assert saved is not None
         assert (saved.T_fp16 is not None) == fine
