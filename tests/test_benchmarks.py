@@ -900,7 +900,7 @@ def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("head_gates", [False, True])
 def test_one_role_is_timed_beside_two(head_gates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = cases.make_inputs(Case(1, 2048, 32, head_gates=head_gates), "cpu")
+    x = cases.make_inputs(Case(1, 4096, 32, head_gates=head_gates), "cpu")
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(KDA.backends()["sm90"].machine, "properties", lambda _: Properties(132, 90, 2**37))
     assert [c.name for c in forwards(["sm90"], x)] == ["sm90", "sm90, one role"]
