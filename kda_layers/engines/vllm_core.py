@@ -60,7 +60,6 @@ class Slots(NamedTuple):
     """Slots of one step's prefills, the same in every layer of a cache group."""
 
     slots: Tensor  # [N]; NO_SLOT for padding
-    all: Tensor  # [N], those of padding, too, which the convolution may overwrite
     fresh: Tensor  # [prefills] int64, the slots of sequences that begin here; 0 for the others
     checkpoint_at: Tensor | None  # [N]; -1 for none
 
@@ -157,7 +156,9 @@ class Core:
         offsets = m.non_spec_query_start_loc
         step = self._slots(m, offsets.shape[0] - 1)
         state.index_fill_(0, step.fresh, 0)
-        y = convolve(x.qkv, p.conv_weight, conv_state.index_fill_(0, step.fresh, 0), step.all, offsets)
+        conv_state.index_fill_(0, step.fresh, 0)
+        slots = m.non_spec_state_indices_tensor[: offsets.shape[0] - 1]  # slot 0 of padding may be overwritten
+        y = convolve(x.qkv, p.conv_weight, conv_state, slots, offsets)
         found = kda_prefill(
             *self._split(y), x.f.unflatten(-1, (self.heads, self.head_dim))[None], x.beta[None], state,
             cu_seqlens=offsets, state_indices=step.slots, checkpoint_at=step.checkpoint_at, out=out, **p.gate,
@@ -228,13 +229,21 @@ class Core:
             if m.checkpoint is not None:
                 offsets = m.checkpoint.checkpoint_offsets
                 at = offsets.where(offsets > 0, -1)
-            found = Slots(slots.where(slots >= FIRST_SLOT, NO_SLOT), slots, fresh, at)
+            found = Slots(slots.where(slots >= FIRST_SLOT, NO_SLOT), fresh, at)
             m.kda_layers_slots = found
         return found
 
 
 def convolve(x: Tensor, weight: Tensor, pool: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-    """Return y [T, D] of packed rows x [T, D]; states are from and into slots of the pool [slots, D, W - 1 or more]."""
+    """Return the convolution with SiLU of packed rows x [T, D], and update its states in their slots.
+
+    Args:
+        x: [T, D], rows of any stride.
+        weight: [D, W].
+        pool: [slots, D, W - 1 or more]; the first W - 1 are a state's.
+        slots: [N], of each sequence.
+        offsets: [N + 1] of the sequences.
+    """
     pool = pool[..., : weight.shape[1] - 1]
     (y,), _ = short_convs([x[None]], weight, pool.index_select(0, slots), offsets, into=(pool, slots))
     return y[0]
