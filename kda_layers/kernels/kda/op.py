@@ -88,8 +88,8 @@ def kda(
         dt_bias: [HV, K] fp32 ([HV] with g [B, T, HV]), added to the gate logits; optional.
         initial_state: [N, HV, V, K] fp32 or bf16 (fp64 for fp64 inputs), zero if None; N is B, or the number of packed
             sequences.
-        cu_seqlens: [N + 1] int32 or int64, offsets from 0 to T of the sequences packed along T (then B = 1); empty ones
-            allowed.
+        cu_seqlens: [N + 1] int32 or int64, offsets from 0 to T of the sequences packed along T (then B = 1), checked on
+            the CPU alone; empty ones allowed.
         gate_activation: 'lower_bound': lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus': -exp(A_log) * softplus(g + dt_bias); 'log_decay': g as it is.
         lower_bound: in [-5, 0), in nats per token; None for -5 with gate_activation='lower_bound', as the layer's

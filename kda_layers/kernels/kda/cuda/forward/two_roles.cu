@@ -45,7 +45,7 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     const ScanShared shared{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
-        if (PACKED && !POOLED) hold(lane);  // else it would spill
+        if (PACKED && SAVES) hold(lane);  // else it would spill
         if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(lane, p, shared);
         else scan_columns(lane, p, shared);
     } else if (lane.warp < WARPS + MOVERS) {
