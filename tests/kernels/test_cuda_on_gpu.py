@@ -183,9 +183,8 @@ def test_prefill_in_two_roles(case: Case, backend: str, monkeypatch: pytest.Monk
     x = make_inputs(case, "cuda")
     assert x.initial_state is not None
     N = x.initial_state.shape[0]
-    slots, at = torch.arange(N, device="cuda").flip(0), torch.zeros(N, dtype=torch.int64, device="cuda")
-    at += 64 * torch.arange(N, device="cuda")
-    slots[1::5] = -1
+    index = torch.arange(N, device="cuda")
+    slots, at = torch.where(index % 5 == 1, -1, index.flip(0)), 64 * index
 
     def prefilled() -> list[Tensor]:
         pool = x.initial_state.clone()  # type: ignore[union-attr]

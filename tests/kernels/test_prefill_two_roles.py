@@ -60,7 +60,7 @@ def inputs_of(case: Case, stops: bool = True, index: torch.dtype = torch.int32, 
     )  # fmt: skip
 
 
-def run(x: PrefillInputs, split: Split | None = None, seed: int = 0, arch: int = 90) -> dict[str, Tensor]:
+def run(x: PrefillInputs, split: Split | None = None, seed: int = 0) -> dict[str, Tensor]:
     """Outputs, the pool and boundary states; by two roles if there is a `split`."""
     written = {"o": x.o, "state": x.state, "checkpoints": x.checkpoints}
     x = x._replace(**{n: None if t is None else t.clone() for n, t in written.items()})  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def run(x: PrefillInputs, split: Split | None = None, seed: int = 0, arch: int =
         mock.patch.object(forms, "attempt", wraps=forms.attempt) as attempted,
         emulated.GuardedMemory(),
     ):
-        prefill.prefill(x, emulated.Emulator(arch, 16, seed))
+        prefill.prefill(x, emulated.Emulator(processors=16, seed=seed))
     assert attempted.called
     found = {"o": x.o, "state": x.state, "checkpoints": x.checkpoints}
     return {n: t.nan_to_num(nan=7.0) for n, t in found.items() if t is not None}
@@ -107,7 +107,7 @@ def test_rows_with_strides(case: Case) -> None:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", **ids([CASES[0], CASES[4]]))
-def test_without_boundary_states_or_a_pool(case: Case) -> None:
+def test_without_boundary_states_or_slots(case: Case) -> None:
     x = inputs_of(case, stops=False)
     N = x.v.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     assert x.state is not None
