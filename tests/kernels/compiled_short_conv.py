@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda_layers.kernels.fused.triton.short_conv import (
-    BACKWARD_CHANNELS,
-    FORWARD_CHANNELS,
+    FORWARD_LIMIT,
     FORWARD_STRIPS,
     MOST_CHANNELS,
+    WARP_CHANNELS,
     conv_backward_kernel,
     conv_forward_kernel,
 )
@@ -31,7 +31,7 @@ INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
 ONES = {"D0", "D1", "T", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "w_stride", "d_stride"}
 
 
-def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = False) -> dict[str, Any]:
+def compiled(kernel: Any, sm: int, packed: bool, ones: bool = False) -> dict[str, Any]:
     """Compile a kernel; with `ones`, arguments that may be 1 are, which Triton takes for constants."""
     constants = {
         "W": 4,
@@ -53,10 +53,11 @@ def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = Fal
         types[argument] = "i32" if integer else {"Partial": "*fp32", "Offsets": "*i32"}.get(argument, "*bf16")
         if argument not in ("N", "strips"):
             hints[(i,)] = [["tt.divisibility", 16]]
+    limit = FORWARD_LIMIT if kernel is conv_forward_kernel and sm >= 90 else {}
     done = triton.compile(
         ASTSource(kernel, types, values, hints),
         target=GPUTarget("cuda", sm, 32),
-        options={"num_warps": MOST_CHANNELS // channels},
+        options={"num_warps": MOST_CHANNELS // WARP_CHANNELS, **limit},
     )
     registers, stack = usage(done)
     vectors = len(re.findall(r"ld\.global\S*\.v[24]\.b32", done.asm["ptx"]))
@@ -67,7 +68,7 @@ def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = Fal
 
 
 if __name__ == "__main__":
-    for kernel, channels in ((conv_forward_kernel, FORWARD_CHANNELS), (conv_backward_kernel, BACKWARD_CHANNELS)):
+    for kernel in (conv_forward_kernel, conv_backward_kernel):
         for packed in (False, True):
-            print(json.dumps(compiled(kernel, int(sys.argv[1]), packed, channels)))
-        print(json.dumps(compiled(kernel, int(sys.argv[1]), True, channels, ones=True)))
+            print(json.dumps(compiled(kernel, int(sys.argv[1]), packed)))
+        print(json.dumps(compiled(kernel, int(sys.argv[1]), True, ones=True)))
