@@ -259,7 +259,8 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_without_a_gpu(sm: int) -> None:
     """Nothing is spilled or exchanged between threads, and rows are read in vectors of 8 bytes or more.
 
-    Also with sizes and strides of 1, which Triton takes for constants.
+    Also with sizes and strides of 1, which Triton takes for constants; but then the forward spills where its registers
+    are limited.
     """
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compiled_short_conv", str(sm)]
@@ -269,6 +270,6 @@ def test_compiles_without_a_gpu(sm: int) -> None:
     assert len(lines) == 2 * 3
     for line in lines:
         usage = json.loads(line)
-        if not usage["ones"]:  # of rows of one channel the forward, whose registers are limited, spills 48 bytes
-            assert usage["stack"] == usage["shared"] == 0, line
-            assert usage["row loads"] >= 7, line
+        spills = usage["ones"] and usage["kernel"] == "conv_forward_kernel" and sm >= 90
+        assert usage["stack"] == 0 or spills, line
+        assert usage["ones"] or (usage["shared"] == 0 and usage["row loads"] >= 7), line

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...declarations import arch_of
 from ...triton_package import even_rows, on_device_of
 from ..rows import column_sums
 from .short_conv_rows import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 TENSORS = 3  # that the kernels take
 MOST_CHANNELS = 256  # of a program
-WARP_CHANNELS = 128  # of a warp: with 8 bytes for each lane's load, twice as many warps fit as with 16
+WARP_CHANNELS = 128  # of a warp: loads of 8 bytes, for more warps with fewer registers each
 FORWARD_STRIPS, BACKWARD_STRIPS = (64, 16, 4), (64, 16)  # tokens of a program; short unless long ones fill a GPU
 PROGRAMS = 1024  # fill a GPU
 FORWARD_LIMIT = {"maxnreg": 64}  # registers of a thread, an option for NVIDIA's GPUs alone
@@ -54,17 +55,17 @@ def forward(x: Inputs) -> list[Tensor]:
     """Return the outputs [B, T, D_i]."""
     call = _Call(x, FORWARD_STRIPS)
     ys = [t.new_empty(t.shape) for t in call.xs]
-    call.launch(conv_forward_kernel, (call.xs,), (ys,), options=_forward_options(x.x0))
+    call.launch(conv_forward_kernel, (call.xs,), (ys,), options=_forward_options(x.x0.device))
     return ys
 
 
-def _forward_options(x0: Tensor) -> dict[str, int]:
-    """Return those of Triton: 8,192 tokens of 12,288 channels take an H200 111 us, without a limit 136 us.
+def _forward_options(device: torch.device) -> dict[str, int]:
+    """Return Triton's options for the forward on a device.
 
-    sm_80 would spill.
+    On an H200, 8,192 tokens of 12,288 channels take 111 us with the limit of registers and 136 us without. Compiled for
+    sm_80 with the limit, the kernel spills.
     """
-    limited = x0.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x0.device) >= (9, 0)
-    return FORWARD_LIMIT if limited else {}
+    return FORWARD_LIMIT if arch_of(device) >= 90 and torch.version.hip is None else {}
 
 
 def backward(x: Inputs, d_ys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -88,7 +89,7 @@ def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
         conv_state_kernel[(programs,)](
             *_three(call.xs, any_tensor), old, new, x.cu_seqlens, at, *_three([t.stride(1) for t in call.xs], 0),
             *old.stride(), *new.stride(), *call.widths, COLUMNS=new.shape[2], STATE=call.columns,
-            ROWS_GIVEN=rows is not None, BLOCK_D=call.block, num_warps=max(1, call.block // WARP_CHANNELS),
+            ROWS_GIVEN=rows is not None, BLOCK_D=call.block, num_warps=1,
         )  # fmt: skip
 
 
