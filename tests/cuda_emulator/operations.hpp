@@ -431,8 +431,9 @@ inline void write_counter(u32* counter, u32 value) {
     maybe_interrupt();
 }
 
-inline void add_to_counter(u32* counter, u32 more) {  // no other lane runs in between
-    release_to_counter(counter);
+inline void add_to_counter(u32* counter, u32 more, bool releases) {  // no other lane runs in between
+    if (releases) release_to_counter(counter);
+    else add_relaxed(counter);
     *counter += more;
     machine.idle_polls = 0;
     maybe_interrupt();

@@ -166,10 +166,13 @@ UNCHECKED inline void acquire_from_mbarrier(const u64* barrier) {
     if (check_order) join(current->order.clocks, order.mbarriers[barrier].completed);
 }
 
-// Counters in global memory. An addition that releases continues what others have released; a relaxed write releases
+// Counters in global memory. An addition continues what others have released; if it is relaxed, or a write is, it releases
 // what happened before the thread's last fence_gpu. A relaxed read acquires at the next fence_gpu.
 UNCHECKED inline void release_to_counter(const u32* counter) {
     if (check_order) release(*current, order.counters[counter]);
+}
+UNCHECKED inline void add_relaxed(const u32* counter) {
+    if (check_order) join(order.counters[counter], current->order.released);
 }
 UNCHECKED inline void write_relaxed(const u32* counter) {
     if (check_order) order.counters[counter] = current->order.released;

@@ -361,7 +361,11 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity, CALLED_HERE) {
 
 DEVICE void red_add_release(u32* counter, u32 more, CALLED_HERE) {
     emulator::begin("red_add_release(%d)", site, more);
-    emulator::add_to_counter(counter, more);
+    emulator::add_to_counter(counter, more, true);
+}
+DEVICE void red_add(u32* counter, u32 more, CALLED_HERE) {
+    emulator::begin("red_add(%d)", site, more);
+    emulator::add_to_counter(counter, more, false);
 }
 DEVICE void write_counter(u32* counter, u32 value, CALLED_HERE) {
     emulator::begin("write_counter(%d)", site, value);

@@ -134,7 +134,7 @@ def two_roles_saving(
     x: Inputs, split: Split, arch: int = 90, seed: int = 0, save: bool = True, resident: int | None = None
 ) -> tuple[KDAOutput, Saved]:
     """Return the outputs of two_roles.cu, and what it saves for the backward; with so many, or all, blocks at once."""
-    blocks = split.groups * (x.q.shape[3] // BV) + split.preparers
+    blocks = (split.groups + split.followers) * (x.q.shape[3] // BV) + split.preparers
     machine = Emulator(arch, resident or blocks, seed)
     with mock.patch.object(two_roles_launcher, "split_of", return_value=split), GuardedMemory():
         x = aligned_inputs(guarded_inputs(x))

@@ -152,6 +152,8 @@ OTHER_TWO_ROLES = [
         {"packed": True, "checkpoints": True},
         {"pooled": True},
         {"packed": True, "pooled": True},
+        {"followed": True},
+        {"followed": True, "pooled": True},
     )
     for p in TWO_ROLES
 ]

@@ -193,8 +193,8 @@ def test_who_computes_transitions() -> None:
 def test_split_of_transitions() -> None:
     """Each multiprocessor has one block, and the slower of the two roles is as fast as it can be."""
     _, split = costs.transitions_split(scanned=60, chunks=128, all_chunks=8192, processors=132)
-    assert split == (20, 92, 3 * 128)
-    assert costs.transitions_split(scanned=1, chunks=16, all_chunks=32, processors=16)[1] == (1, 14, 16)
+    assert split == Split(20, 92, 3 * 128)
+    assert costs.transitions_split(scanned=1, chunks=16, all_chunks=32, processors=16)[1] == Split(1, 14, 16)
 
 
 @in_every_form

@@ -318,6 +318,9 @@ template <class T> DEVICE void store_once(void* to, T x) { __stcs(static_cast<T*
 DEVICE void red_add_release(u32* counter, u32 more) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(more) : "memory");
 }
+DEVICE void red_add(u32* counter, u32 more) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(more) : "memory");
+}
 DEVICE void write_counter(u32* counter, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
 }

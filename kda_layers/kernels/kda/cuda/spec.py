@@ -280,13 +280,16 @@ PARAMS = Params("ForwardParams", """
     int groups, ring_slots;  // CTA groups that scan, and slots in the ring of each
     // Read if POOLED and HEAD_GATES; last, as a parameter before others would change the code of every kernel
     int gate_row;  // stride of tokens of g
+    // Read by two_roles.cu with STRETCH
+    int followers;  // CTA groups that scan for outputs
 """)  # fmt: skip
 
 
 def values_of(
-    s: Signature, tiles: int, segments: int = 0, cut_from: int = 0, groups: int = 0, ring_slots: int = 0
+    s: Signature, tiles: int, segments: int = 0, cut_from: int = 0, groups: int = 0, ring_slots: int = 0,
+    followers: int = 0,
 ) -> bytes:  # fmt: skip
-    """Pack the values of a call; the last four are those of some forms.
+    """Pack the values of a call; the last five are those of some forms.
 
     Raises:
         ValueError: there are more than `MOST_TOKENS` tokens
@@ -300,7 +303,7 @@ def values_of(
         beta_activation=BETA_CODES[s.beta_activation], beta_fp32=s.beta_dtype == torch.float32,
         qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale, last_tokens=s.last_tokens,
         segments=segments, cut_from=cut_from, groups=groups, ring_slots=ring_slots,
-        **({} if s.rows is None else s.rows._asdict()),
+        followers=followers, **({} if s.rows is None else s.rows._asdict()),
     )  # fmt: skip
 
 

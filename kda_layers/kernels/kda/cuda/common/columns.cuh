@@ -36,12 +36,12 @@ template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, 
     for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]) ^ signs;
 }
 
-// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b [64, N].
-template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io>
+// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b [64, N] of [64, row].
+template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io, int row = N>
 DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
-    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * N * 32));
+    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * row * 32));
     #pragma unroll
-    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * N * 32));
+    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * row * 32));
     wgmma_commit();
 }
 
@@ -61,16 +61,27 @@ DEVICE unsigned char* operand_row(Lane lane, unsigned char* tokens, int s) {
 
 // ---------------------------------------------------------------- a state, or its gradient
 
-struct StateColumns {
-    Sums<K> S;  // its transpose: columns of V by K
+// Its transpose, columns of V by K: at once, or in halves, so that one can be read while an MMA adds to the other.
+struct AtOnce {
+    Sums<K> S;
+    DEVICE float (&eight(int i))[4] { return S[i]; }
+};
+struct InHalves {
+    Sums<K / 2> low, high;
+    DEVICE float (&eight(int i))[4] { return i < K / 16 ? low[i] : high[i - K / 16]; }
+};
 
+template <class Sums> struct ColumnsOf : Sums {
     // Call f with each pair of neighbours and its offset in the warp's [16, K].
     template <class F> DEVICE void each(Lane lane, F f) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             int column = lane.id / 4 + 8 * r;
             #pragma unroll
-            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
+            for (int i = 0; i < K / 8; i++) {
+                float (&x)[4] = this->eight(i);
+                f(x[2 * r], x[2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
+            }
         }
     }
     DEVICE void load(Lane lane, const float* from) {
@@ -82,7 +93,24 @@ struct StateColumns {
     DEVICE void store(Lane lane, float* to) {
         each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
     }
+    // To another warp: a warp's [16, K] in the order of its lanes.
+    DEVICE void give(Lane lane, float* to) {
+        #pragma unroll
+        for (int i = 0; i < K / 8; i++) {
+            const float (&x)[4] = this->eight(i);
+            reinterpret_cast<float4*>(to)[32 * i + lane.id] = make_float4(x[0], x[1], x[2], x[3]);
+        }
+    }
+    DEVICE void take(Lane lane, const float* from) {
+        #pragma unroll
+        for (int i = 0; i < K / 8; i++) {
+            const float4 from_lane = reinterpret_cast<const float4*>(from)[32 * i + lane.id];
+            float (&x)[4] = this->eight(i);
+            x[0] = from_lane.x, x[1] = from_lane.y, x[2] = from_lane.z, x[3] = from_lane.w;
+        }
+    }
 };
+using StateColumns = ColumnsOf<AtOnce>;
 
 // ---------------------------------------------------------------- the moving warps
 

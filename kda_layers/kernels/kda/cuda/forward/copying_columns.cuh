@@ -2,40 +2,54 @@
 #pragma once
 #include "scan_columns.cuh"
 
-// Copy chunk `count` of the group when it is prepared and its stage is free. `ready` is the number of chunks known to be
-// prepared; return the new number.
-DEVICE u32 fetch_chunk(Lane lane, const ForwardParams& p, const ScanShared& shared, Stage from, u32 count, u32 ready) {
-    const int group = scanning_group(p);
-    if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
-    if (lane.id == 0) {
-#if __CUDA_ARCH__ >= 900
-        fence_proxy_async_global();
-#endif
-        if (!KEEPS) from = ring_at(p, group, count);
-        if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
-        for (int part = 0; part < FETCHED; part++) {
-            expect(shared, part, count);
-            fetch(from, shared, part, count);
-        }
-        if (!KEEPS && count >= SCAN_STAGES) write_counter(consumed(p, group, slice()), count - SCAN_STAGES + 1);
-    }
-    warp_sync();
-    return ready;
-}
+// Copies chunks of a CTA, `count` so far, and tells when they have arrived; lane 0 knows whom: the counters of the chunks in
+// shared memory, the oldest first.
+template <class Shared> struct Copies {
+    u32 count = 0;
+    u32* counters[Shared::STAGES];
 
-DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& shared) {
-    u32 count = 0, ready = 0;
+    // Copy chunk `in_group` of a CTA group, unless chunks are kept `from` a ring, when it is prepared and its stage is free.
+    // `ready` is the number of chunks of the group known to be prepared; return the new number.
+    DEVICE u32 start(Lane lane, const ForwardParams& p, const Shared& shared, Stage from, int group, u32 in_group,
+                     u32 ready) {
+        if (ready <= in_group) ready = wait_for_chunks(lane, p, group, in_group);
+        if (lane.id == 0) {
+#if __CUDA_ARCH__ >= 900
+            fence_proxy_async_global();
+#endif
+            if (!KEEPS) from = ring_at(p, group, in_group);
+            if (count >= Shared::STAGES) wait_for(shared, 0, count - Shared::STAGES);
+            for (int part = 0; part < Shared::FETCHED; part++) {
+                expect(shared, part, count);
+                fetch(from, shared, part, count);
+            }
+            if (!KEEPS && count >= Shared::STAGES) red_add(counters[0], 1);  // last: the next fence waits for it
+            for (u32 i = 1; i < Shared::STAGES; i++) counters[i - 1] = counters[i];
+            if (!KEEPS) counters[Shared::STAGES - 1] = arrived(p, group, in_group);
+        }
+        warp_sync();
+        count++;
+        return ready;
+    }
+};
+
+template <class Tiles, class Shared> DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
+    Copies<Shared> copies;
+    u32 ready = 0;
 #if PACKED
     GroupChunks at;
-    for (at.start(p, scanning_group(p)); at.valid(p); at.skip(p), count++)
-        ready = fetch_chunk(lane, p, shared, KEEPS ? kept_at(p, at.kept(p)) : Stage{}, count, ready);
+    for (at.start(p, scanning_group(p)); at.valid(p); at.skip(p)) {
+        const Stage kept = KEEPS ? kept_at(p, at.kept(p)) : Stage{};
+        ready = copies.start(lane, p, shared, kept, scanning_group(p), copies.count, ready);
+    }
 #else
-    PlainTiles tiles;
+    Tiles tiles;
     for (tiles.start(p, scanning_group(p)); tiles.valid(p); tiles.skip(p)) {
         // The next ones are p.HV rows apart
         Stage kept = KEEPS ? kept_at(p, kept_index(p, tiles.at(p), tiles.first)) : Stage{};
-        for (u32 chunk = tiles.first; chunk < tiles.end; chunk++, count++) {
-            ready = fetch_chunk(lane, p, shared, kept, count, ready);
+        if (tiles.changes_group()) ready = 0;
+        for (u32 chunk = tiles.first; chunk < tiles.end; chunk++) {
+            ready = copies.start(lane, p, shared, kept, tiles.group(p), tiles.in_group(chunk, copies.count), ready);
             kept.base += i64(p.HV) * STAGE_BYTES;
         }
     }

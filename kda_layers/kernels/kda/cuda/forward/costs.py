@@ -18,6 +18,8 @@ from ..spec import PLANS, Signature, in_chunks
 WIDTH = 128  # of heads
 BV = 64  # columns of V per block that scans
 SLICES = WIDTH // BV  # blocks of a CTA group that scans, a cluster
+SCAN_STAGES, STATE_STAGES = 3, 4  # chunks in shared memory; of scans of states alone, and their v
+STRETCH = 12  # chunks that a CTA group follows at once: of 6, 8, 12 and 16 the fastest with 8 heads
 
 # A chunk of one head takes a multiprocessor that prepares 5.05, and a group that scans 0.99 and some for each group. In
 # one role a chain of chunks takes 1.25 for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.2 on
@@ -31,6 +33,11 @@ LAST = 2.0
 # Blocks that prepare for several groups wait for each of them, unless every chunk has a row of its own. Relative to
 # these times, 21 groups with 90 such blocks took 7 % longer than 22 groups with 88 blocks, four for each group.
 PREPARES_FOR_SEVERAL = 1.06
+# Where groups lead by the state alone and others follow with the outputs: a chunk of those that lead, of those that
+# follow, and the rest, as an H200 took from 4,096 to 65,536 tokens of 1 to 13 heads. Where not every group has as many
+# that follow, it took 4 to 8 % longer.
+LEADS, FOLLOWS, STARTS_FOLLOWED, FOLLOWS_SEVERAL = 0.72, 1.19, 28.0, 1.08
+MOST_FOLLOWERS = 2  # for each group; more gained nothing
 MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
@@ -54,17 +61,39 @@ class Split(NamedTuple):
 
     groups: int  # CTA groups that scan
     preparers: int  # blocks that prepare
-    ring_slots: int  # for prepared chunks of each group, used in turn: more than two_roles.SCAN_STAGES
+    ring_slots: int  # for prepared chunks of each group, used in turn: at least `least_slots`
+    followers: int = 0  # CTA groups that scan for outputs, where the others scan states alone
 
     @classmethod
-    def of(cls, groups: int, preparers: int) -> Split:
+    def of(cls, groups: int, preparers: int, followers: int = 0) -> Split:
         """Return a split with as many ring slots as preparing blocks need; more gained nothing."""
-        return cls(groups, preparers, 2 * -(-preparers // groups) + 8)
+        split = cls(groups, preparers, 2 * -(-preparers // groups) + 8, followers)
+        return split._replace(ring_slots=max(split.ring_slots, split.least_slots))
+
+    @property
+    def blocks(self) -> int:
+        return SLICES * (self.groups + self.followers) + self.preparers
+
+    @property
+    def least_slots(self) -> int:
+        """The fewest ring slots with which no block waits for itself.
+
+        That the chunk of a slot has been read is told when SCAN_STAGES or STATE_STAGES others are, by a group that
+        follows perhaps in its next stretch. A group leads by at most so many stretches as there are followers for each.
+        """
+        if not self.followers:
+            return SCAN_STAGES + 1
+        return STRETCH * (-(-self.followers // self.groups) + 1) + STATE_STAGES
+
+    @property
+    def handed_states(self) -> int:
+        """States of a group that are handed over, used in turn."""
+        return self.ring_slots // STRETCH + 2 if self.followers else 1
 
     @property
     def counters(self) -> int:
         """Elements of ForwardParams.progress."""
-        return self.groups * (-(-self.ring_slots // 32) * 32 + 32)
+        return self.groups * (2 * -(-self.ring_slots // 32) * 32 + 32)
 
 
 class Work(NamedTuple):
@@ -140,7 +169,26 @@ def fastest(work: Work, processors: int) -> tuple[float, Split] | None:
         return -(-int(work.tiles * work.chunks) // groups) * chunk
 
     time, split = fastest_split(numbers, work.tiles * work.chunks * work.prepares, scan, processors, not work.saves)
-    return STARTS + time, split
+    plain = STARTS + time, split
+    return min([plain, *splits_with_followers(work, processors)], key=lambda found: found[0])
+
+
+def splits_with_followers(work: Work, processors: int) -> list[tuple[float, Split]]:
+    """Return expected times and splits where a group leads each tile by the state alone, and others follow."""
+    found: list[tuple[float, Split]] = []
+    if work.packed or work.stores or work.saves or work.chunks <= STRETCH:
+        return found
+    groups = work.tiles
+    for followers in range(groups, MOST_FOLLOWERS * groups + 1):
+        most = processors // SLICES * SLICES - SLICES * (groups + followers)
+        preparers = min(most, MOST_PREPARERS * groups) // SLICES * SLICES
+        if preparers <= 0:
+            break
+        chain = STARTS_FOLLOWED + work.chunks * max(LEADS, FOLLOWS * groups / followers)
+        chain *= FOLLOWS_SEVERAL if followers % groups else 1
+        prepares = STARTS + groups * work.chunks * work.prepares / preparers + LAST
+        found.append((max(prepares, chain), Split.of(groups, preparers, followers)))
+    return found
 
 
 def unmeasured(work: Work, processors: int) -> list[str]:

@@ -43,14 +43,16 @@ DEVICE void prefetch_rows(Lane lane, const u16* from, i64 stride, int tokens) {
 // Read a chunk's scale, which the scanning warps have waited for, unless it is a tile's first.
 DEVICE void take_scale(Lane lane, float (&scale)[4], const ScanShared& shared, u32 count) {
     if constexpr (SCALES_LATE) {
-        mbarrier_wait(shared.full(count), phase_of(count));
+        wait_for(shared, OUTPUT, count);
         Rows::each(lane, [&](int i, int token, int) { scale[i] = shared.stage(count).scale()[token]; });
         release(lane, shared, OUTPUT, count);
     }
 }
 
 // Wait until the scanning warps have signalled for the `move`th time that they have stored o of a chunk.
-DEVICE void wait_for_move(const ScanShared& shared, u32 move) { mbarrier_wait(shared.moved(move), move / VALUES & 1); }
+template <class Shared> DEVICE void wait_for_move(const Shared& shared, u32 move) {
+    mbarrier_wait(shared.moved(move), move / Shared::VALUES & 1);
+}
 
 // When the scanning warps have stored o of a chunk, they have read v of the next one.
 DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {

@@ -5,18 +5,23 @@
 // CTA i of the n that prepare takes every n-th of them.
 //
 // Where sequences are cut into segments, a sequence's last one is not scanned: its chunks are prepared after all others.
+//
+// With STRETCH each of these groups has one tile, and leads: it scans the state alone, which takes less time a chunk, and hands
+// it over at the start of every stretch of chunks. p.followers groups, which come next, take stretches in the order in which
+// they are led, and scan them for their outputs.
 #pragma once
 #include "pooled.cuh"
 
 // With SAVES, the other way round: those that scan come last. Then a block waits only for blocks before it, which a GPU
 // starts first, and no launch waits until all of them can run.
-DEVICE int scanning_blocks(const ForwardParams& p) { return p.groups * SLICES; }
+DEVICE int scanning_blocks(const ForwardParams& p) { return (p.groups + (STRETCH ? p.followers : 0)) * SLICES; }
 DEVICE int preparing_blocks(const ForwardParams& p) { return gridDim.x - scanning_blocks(p); }
 DEVICE int first_scanning(const ForwardParams& p) { return SAVES ? preparing_blocks(p) : 0; }
 DEVICE bool is_scanning(const ForwardParams& p) {
     return SAVES ? int(blockIdx.x) >= first_scanning(p) : int(blockIdx.x) < scanning_blocks(p);
 }
 DEVICE int scanning_group(const ForwardParams& p) { return (blockIdx.x - first_scanning(p)) / SLICES; }
+DEVICE bool is_leading(const ForwardParams& p) { return STRETCH && scanning_group(p) < p.groups; }
 // Of this CTA among those that prepare.
 DEVICE int preparing_index(const ForwardParams& p) { return blockIdx.x - (SAVES ? 0 : scanning_blocks(p)); }
 DEVICE u32 chunks_of_sequence(const ForwardParams& p) { return (in_chunks(p, p.T) + CHUNK - 1) / CHUNK; }
@@ -57,7 +62,7 @@ struct Runs {
     DEVICE u32 start(u32 group) const { return group * least + min(group, longer) * unit; }
 };
 
-// The tiles of a CTA group's run, one after the other.
+// The tiles of a CTA group's run, one after the other; of one that leads, the chunks before the last stretch.
 struct PlainTiles {
     u32 chunks, run;  // of a tile; the run's start
     int index;
@@ -75,6 +80,9 @@ struct PlainTiles {
         index = (last - 1) / chunks;
         const u32 start = index * chunks;
         first = max(run, start) - start, end = last > run ? last - start : 0;
+#if STRETCH
+        if (end > 0) end = (chunks - 1) / STRETCH * STRETCH;
+#endif
     }
     DEVICE int in_run() const { return end - first; }  // chunks
     DEVICE int before_run() const { return first; }
@@ -83,7 +91,49 @@ struct PlainTiles {
     DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, scanned_tile(p, index)); }
     // Index of the tile's state.
     DEVICE i64 state(const ForwardParams&) const { return index; }
+    // Whose ring has the chunks, if that changes, and the index there of a chunk of the tile, chunk `count` of this CTA.
+    DEVICE int group(const ForwardParams& p) const { return scanning_group(p); }
+    static DEVICE constexpr bool changes_group() { return false; }
+    static DEVICE u32 in_group(u32, u32 count) { return count; }
+    // The group that hands over the state before the part, and how many it has handed over before.
+    DEVICE int handed_by(const ForwardParams& p) const { return scanning_group(p) - 1; }
+    static DEVICE constexpr u32 handed_before() { return 0; }
 };
+
+#if STRETCH
+// The stretches of a CTA group that follows, one after the other.
+struct Stretches {
+    u32 chunks, item;  // of a tile; index among all stretches
+    int index;
+    u32 first, end;  // chunks of the tile that are in the stretch
+
+    DEVICE bool valid(const ForwardParams&) const { return first < end; }
+    DEVICE void start(const ForwardParams& p, int group) {
+        chunks = chunks_of_tile(p), item = group - p.groups;
+        find(p);
+    }
+    DEVICE void skip(const ForwardParams& p) {
+        item += p.followers;
+        find(p);
+    }
+    DEVICE void find(const ForwardParams& p) {
+        const u32 stretch = item / p.groups;
+        index = item - stretch * p.groups, first = stretch * STRETCH, end = min(first + STRETCH, chunks);
+    }
+    DEVICE int in_run() const { return end - first; }
+    DEVICE int before_run() const { return first; }
+    // False also for the first, as the final state may be stored where the initial one is, before that has been read.
+    static DEVICE constexpr bool begins() { return false; }
+    DEVICE bool ends() const { return end == chunks; }
+    DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, index); }
+    DEVICE i64 state(const ForwardParams&) const { return index; }
+    DEVICE int group(const ForwardParams&) const { return index; }
+    static DEVICE constexpr bool changes_group() { return true; }
+    static DEVICE u32 in_group(u32 chunk, u32) { return chunk; }
+    DEVICE int handed_by(const ForwardParams&) const { return index; }
+    DEVICE u32 handed_before() const { return first / STRETCH; }
+};
+#endif
 
 // Packed sequences, which may have no chunks. Look one tile ahead, to hide the latency of two dependent loads: a sequence's
 // index (order.cu), then its offsets.
@@ -112,6 +162,8 @@ struct PackedTiles {
     static DEVICE constexpr int before_run() { return 0; }
     static DEVICE constexpr bool begins() { return true; }
     static DEVICE constexpr bool ends() { return true; }
+    static DEVICE int handed_by(const ForwardParams&) { return 0; }
+    static DEVICE constexpr u32 handed_before() { return 0; }
     DEVICE i64 state(const ForwardParams& p) const { return i64(tile.sequence) * p.HV + tile.head; }
     DEVICE i64 kept(const ForwardParams& p, int chunk) const { return i64(first_row + chunk) * p.HV + tile.head; }
     static DEVICE WorkTile find(const ForwardParams& p, int index) {
@@ -124,6 +176,8 @@ struct PackedTiles {
 
 #if PACKED
 using Tiles = PackedTiles;
+#elif STRETCH
+using Tiles = Stretches;
 #else
 using Tiles = PlainTiles;
 #endif
@@ -289,30 +343,38 @@ using Search = PlainSearch;
 // ---------------------------------------------------------------- prepared chunks
 
 // Each CTA group has p.ring_slots slots for prepared chunks, used in turn: of a ring in global memory, or, if all chunks
-// are kept, the rows of its chunks, so many that none is used twice. Its counters: how often each slot has been filled, and, on
-// a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA, and how many warps
-// of it have handed over the state of a tile that another group ends. These states are behind the ring.
+// are kept, the rows of its chunks, so many that none is used twice. Its counters: how often each slot has been filled; how
+// often a chunk of each slot has arrived in the shared memory of a CTA; and for each slice how many warps have handed over a
+// state, of a tile that another group ends or of a stretch. These states are behind the ring: those of stretches in turn, so
+// many that one is overwritten after its stretch has been read.
 DEVICE Stage kept_at(const ForwardParams& p, i64 kept) { return {p.prepared + kept * STAGE_BYTES}; }
 DEVICE Stage ring_at(const ForwardParams& p, int group, u32 count) {
     return {p.ring + (i64(group) * p.ring_slots + count % p.ring_slots) * STAGE_BYTES};
 }
-DEVICE u32* filled(const ForwardParams& p, int group, u32 count) {
-    return p.progress + group * ((p.ring_slots + 31) / 32 * 32 + 32) + count % p.ring_slots;
-}
-DEVICE u32* consumed(const ForwardParams& p, int group, int slice) {
-    return p.progress + (group + 1) * ((p.ring_slots + 31) / 32 * 32 + 32) - 32 + slice;
-}
+constexpr int READERS = STRETCH ? 2 * SLICES : SLICES;  // CTAs that read a chunk
 
-DEVICE u32* handed(const ForwardParams& p, int group, int slice) { return consumed(p, group, SLICES + slice); }
-DEVICE float* handed_state(const ForwardParams& p, int group) {
+// Counters of the slots, a multiple of a cache line.
+DEVICE u32 slot_counters(const ForwardParams& p) { return (p.ring_slots + 31) / 32 * 32; }
+DEVICE u32* counters(const ForwardParams& p, int group) { return p.progress + group * (2 * slot_counters(p) + 32); }
+DEVICE u32* filled(const ForwardParams& p, int group, u32 count) { return counters(p, group) + count % p.ring_slots; }
+DEVICE u32* arrived(const ForwardParams& p, int group, u32 count) { return filled(p, group, count) + slot_counters(p); }
+DEVICE u32* handed(const ForwardParams& p, int group, int slice) {
+    return counters(p, group) + 2 * slot_counters(p) + slice;
+}
+DEVICE float* handed_state(const ForwardParams& p, int group, u32 before) {
+#if STRETCH
+    const u32 states = p.ring_slots / STRETCH + 2;  // of a group
+#else
+    constexpr u32 states = 1;
+#endif
     const i64 ring_bytes = KEEPS ? 0 : i64(p.groups) * p.ring_slots * STAGE_BYTES;
-    return reinterpret_cast<float*>(p.ring + ring_bytes) + state_at(group, 0);
+    return reinterpret_cast<float*>(p.ring + ring_bytes) + state_at(group * states + before % states, 0);
 }
 
-// Wait until the previous chunk in the slot has arrived in every CTA of the group. Executed by a full warp.
+// Wait until the previous chunk in the slot has arrived in every CTA that reads it. Executed by a full warp.
 DEVICE void wait_for_slot(Lane lane, const ForwardParams& p, int group, u32 count) {
-    if (lane.id < SLICES && count >= p.ring_slots) {
-        while (read_counter(consumed(p, group, lane.id)) <= count - p.ring_slots) back_off();
+    if (lane.id == 0 && count >= p.ring_slots) {
+        while (read_counter(arrived(p, group, count)) < READERS * (count / p.ring_slots)) back_off();
     }
     warp_sync();
 }

@@ -8,16 +8,10 @@
 #include "columns.cuh"
 #include "shared.cuh"
 
-// The transitions of segments have no outputs, and the last CTAs of a group no values (transition_columns.cuh).
-constexpr bool HAS_OUTPUTS = SEGMENTS != TRANSITIONS;
-DEVICE bool has_values() { return HAS_OUTPUTS || slice() < V / BV; }
-constexpr int FETCHED = HAS_OUTPUTS ? PARTS : OUTPUT;  // parts of a chunk that the scan reads
+// The last CTAs of a group that scans transitions of segments have no values (state_columns.cuh).
+DEVICE bool has_values() { return SEGMENTS != TRANSITIONS || slice() < V / BV; }
 
 constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they are loaded
-// Chunks in shared memory, and of how many the v and the outputs; with SAVES see saved_columns.cuh.
-constexpr int SCAN_STAGES = HAS_OUTPUTS ? 3 : 4, VALUES = !HAS_OUTPUTS ? 4 : SAVES ? 1 : 2;
-constexpr int OUTPUTS = SAVES ? 1 : 2;
-constexpr int SCAN_STAGE_BYTES = part_at(FETCHED);
 constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1 + SAVES);  // scanning, moving, copying chunks, storing states
 
 // Outputs' scales are powers of two: in bf16, which has the range of fp32, what is rounded can be scaled by the moving
@@ -26,15 +20,20 @@ template <class Type> constexpr bool HAS_RANGE = false;
 template <> constexpr bool HAS_RANGE<Bf16> = true;
 constexpr bool SCALES_LATE = HAS_RANGE<Io>;
 
-struct ScanShared {
-    static constexpr int STAGES = SCAN_STAGES, TOKENS = CHUNK * BV * 2;
+// Of a scan with outputs, or of states alone (state_columns.cuh), which reads no operands of outputs.
+template <bool has_outputs> struct ScanSharedOf {
+    static constexpr int FETCHED = has_outputs ? PARTS : OUTPUT, STAGE = part_at(FETCHED);  // parts of a chunk, bytes
+    // Chunks in shared memory, and of how many the v and the outputs; with SAVES see saved_columns.cuh
+    static constexpr int STAGES = has_outputs ? 3 : 4, VALUES = !has_outputs ? 4 : SAVES ? 1 : 2;
+    static constexpr int OUTPUTS = !has_outputs ? 0 : SAVES ? 1 : 2, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
-    static constexpr int AT_VALUES = STAGES * SCAN_STAGE_BYTES, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
-    static constexpr int AT_STATE = AT_OUTPUTS + (HAS_OUTPUTS ? OUTPUTS * TOKENS : 0), STATE = SAVES ? BV * K * 2 : 0;
+    static constexpr int AT_VALUES = STAGES * STAGE, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
+    static constexpr int AT_STATE = AT_OUTPUTS + OUTPUTS * TOKENS, STATE = SAVES ? BV * K * 2 : 0;
     static constexpr int AT_BARRIERS = AT_STATE + STATE, MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
-    static constexpr int BYTES = MOVES + (VALUES + 4 * SAVES) * 8;
+    static constexpr bool GIVES_STATES = has_outputs ? SAVES : STRETCH > 0;
+    static constexpr int BYTES = MOVES + (VALUES + 4 * GIVES_STATES) * 8;
 
-    DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * SCAN_STAGE_BYTES}; }
+    DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE}; }
     // All parts of a chunk and its v.
     DEVICE u64* full(int, u32 count) const { return reinterpret_cast<u64*>(base + AT_BARRIERS) + count % STAGES; }
     DEVICE u64* full(u32 count) const { return full(0, count); }
@@ -44,7 +43,7 @@ struct ScanShared {
     DEVICE unsigned char* values(u32 count) const { return base + AT_VALUES + count % VALUES * TOKENS; }
     DEVICE unsigned char* outputs(u32 count) const { return base + AT_OUTPUTS + count % OUTPUTS * TOKENS; }
     DEVICE u64* moved(u32 count) const { return reinterpret_cast<u64*>(base + MOVES) + count % VALUES; }
-    // With SAVES, see saved_columns.cuh.
+    // If GIVES_STATES, see saved_columns.cuh and state_columns.cuh.
     DEVICE u64* all_taken() const { return reinterpret_cast<u64*>(base + MOVES) + VALUES; }
     DEVICE u64* state_there() const { return all_taken() + 1; }
     DEVICE u64* state_taken() const { return all_taken() + 2; }
@@ -60,7 +59,7 @@ struct ScanShared {
             for (int part = 0; part < PARTS; part++) mbarrier_init(empty(part, i), RANKS * releases(part));
         }
         for (int i = 0; i < VALUES; i++) mbarrier_init(moved(i), WARPS);
-        if (SAVES)
+        if (GIVES_STATES)
             mbarrier_init(all_taken(), MOVERS), mbarrier_init(state_there(), WARPS), mbarrier_init(state_taken(), 1);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
@@ -68,8 +67,12 @@ struct ScanShared {
     }
 };
 
-static_assert(ScanShared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
-static_assert(Shared::BYTES <= SHARED_BYTES);
+using ScanShared = ScanSharedOf<true>;
+using StateShared = ScanSharedOf<false>;
+
+static_assert((SEGMENTS == TRANSITIONS ? StateShared::BYTES : ScanShared::BYTES) == SHARED_BYTES,
+              "the host's plan of shared memory");
+static_assert(Shared::BYTES <= SHARED_BYTES && (!STRETCH || StateShared::BYTES <= SHARED_BYTES));
 
 // ---------------------------------------------------------------- the scanning warps
 
@@ -90,20 +93,22 @@ struct Decays {
     }
 };
 
-struct State : StateColumns {
+template <class Sums> struct StateOf : ColumnsOf<Sums> {
     DEVICE void decay(const Decays& gamma) {
         #pragma unroll
         for (int i = 0; i < K / 8; i++) {
             const float4 two = gamma.x[i / 2];
             const float2 by = i % 2 ? make_float2(two.z, two.w) : make_float2(two.x, two.y);
-            S[i][0] *= by.x, S[i][1] *= by.y, S[i][2] *= by.x, S[i][3] *= by.y;
+            float (&x)[4] = this->eight(i);
+            x[0] *= by.x, x[1] *= by.y, x[2] *= by.x, x[3] *= by.y;
         }
     }
 };
+using State = StateOf<AtOnce>;
 
 using Channels = u32[K / 16][4];  // 16 columns of S, rounded, as operand A
 
-DEVICE void load_values(Lane lane, Tokens& v, const ScanShared& shared, u32 count) {
+template <class Shared> DEVICE void load_values(Lane lane, Tokens& v, const Shared& shared, u32 count) {
     #pragma unroll
     for (int s = 0; s < CHUNK / 16; s++) ldmatrix_x4_trans(v[s], operand_row(lane, shared.values(count), s));
 }
@@ -149,21 +154,19 @@ DEVICE void store_outputs(Lane lane, const Sums<CHUNK>& O, const ScanShared& sha
     }
 }
 
-DEVICE u32 phase_of(u32 count) { return count / SCAN_STAGES & 1; }
-
 // A chunk's stage; kept, as computing it from the count takes longer than what it is needed for.
-struct Place {
+template <class Shared> struct Place {
     u32 count, stage, phase;
 
     DEVICE Place next() const {
-        const bool wraps = stage == SCAN_STAGES - 1;
+        const bool wraps = stage == Shared::STAGES - 1;
         return {count + 1, wraps ? 0 : stage + 1, phase ^ wraps};
     }
-    DEVICE int bytes() const { return stage * SCAN_STAGE_BYTES; }
+    DEVICE int bytes() const { return stage * Shared::STAGE; }
 };
 
-DEVICE void release(Lane lane, const ScanShared& shared, int part, const Place& at) {
-    release_at(lane, shared.empty(part, at.stage), at.count + SCAN_STAGES);
+template <class Shared> DEVICE void release(Lane lane, const Shared& shared, int part, const Place<Shared>& at) {
+    release_at(lane, shared.empty(part, at.stage), at.count + Shared::STAGES);
 }
 
 // What a warp has at a chunk's start.
@@ -175,7 +178,8 @@ struct Carried {
 };
 
 // Wait for a chunk and its v, and load what is in shared memory.
-DEVICE void enter(Lane lane, Carried& x, const ScanShared& shared, const Place& at, bool is_there) {
+template <class Shared>
+DEVICE void enter(Lane lane, Carried& x, const Shared& shared, const Place<Shared>& at, bool is_there) {
     if (!is_there) mbarrier_wait(shared.full(at.stage), at.phase);
     if (has_values()) load_values(lane, x.v, shared, at.count);
     else zero(x.v);
@@ -184,8 +188,8 @@ DEVICE void enter(Lane lane, Carried& x, const ScanShared& shared, const Place& 
 
 // E = V', rounded, from W = R, whose MMAs are done; W and v are overwritten. The next MMA may follow. Return whether the
 // next chunk and its v have arrived.
-DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, const ScanShared& shared,
-                           const Place& next) {
+template <class Shared> DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T,
+                                                   const Shared& shared, const Place<Shared>& next) {
     fence_operand(W);
     subtract(v, W);
     wgmma_fence();
@@ -227,16 +231,18 @@ struct Checkpoints {
 };
 
 // The state at the start of a group's part of a tile.
+template <class State, class Tiles>
 DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, int column) {
     if (tiles.begins()) {
         if constexpr (POOLED) state.load(lane, pooled_state(p, tiles.at(p), column));
         else state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
     } else {
-        const int group = scanning_group(p) - 1;
-        while (read_counter(handed(p, group, slice())) < WARPS) back_off();
+        const int group = tiles.handed_by(p);
+        const u32 before = tiles.handed_before();
+        while (read_counter(handed(p, group, slice())) < WARPS * (before + 1)) back_off();
         fence_gpu();
         warp_sync();
-        state.load(lane, handed_state(p, group) + state_at(0, column));
+        state.take(lane, handed_state(p, group, before) + state_at(0, column));
     }
 }
 
@@ -244,9 +250,11 @@ DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Ti
 DEVICE void end_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, const WorkTile& tile,
                      int column) {
     if (!tiles.ends()) {
-        state.store(lane, handed_state(p, scanning_group(p)) + state_at(0, column));
+#if !STRETCH
+        state.give(lane, handed_state(p, scanning_group(p), 0) + state_at(0, column));
         warp_sync();
         if (lane.id == 0) red_add_release(handed(p, scanning_group(p), slice()), 1);
+#endif
         return;
     }
     if constexpr (POOLED) {
@@ -266,7 +274,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
     const Operand first_rows = operand(shared.stage(0).base, K * 16);
     const Operand first_T = operand(shared.stage(0).T(), CHUNK * 16);
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
-    Place at = {0, 0, 0};
+    Place<ScanShared> at = {0, 0, 0};
     Tiles tiles;
     tiles.start(p, scanning_group(p));
     Carried x;
@@ -284,7 +292,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
         Checkpoints checkpoints;
         if constexpr (CHECKPOINTS || POOLED) checkpoints.start(lane, p, tiles, tile, column);
         for (int left = chunks; left > 0; left--) {
-            const Place next = at.next();
+            const Place<ScanShared> next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
             Sums<CHUNK> W, O;  // R, then V'; outputs
             Tokens E;          // V', rounded

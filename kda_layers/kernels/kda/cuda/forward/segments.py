@@ -53,7 +53,7 @@ def variants(arch: int) -> Iterable[one_role.Variant | two_roles.Variant]:
     )
     yield from spec.with_those_of_heads(dict.fromkeys(itertools.chain.from_iterable(found)))
     for roles, T_fp16 in itertools.product(two_roles.variants(arch), flags):
-        plain = not (roles.packed or roles.checkpoints or roles.saves or roles.pooled)
+        plain = not (roles.packed or roles.checkpoints or roles.saves or roles.pooled or roles.followed)
         if plain and (not T_fp16 or roles.dtype in spec.T_FP16):
             yield roles._replace(cut=ALWAYS, T_fp16=T_fp16)
 

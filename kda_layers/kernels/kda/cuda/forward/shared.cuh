@@ -8,8 +8,9 @@
 // Chosen by the build, in addition to stage.cuh's: GATE and HEAD_GATES (see gates.cuh), G_FP32 (1: gate logits are fp32),
 // SAVES (1: save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each
 // sequence, rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see two_roles.cu), with that
-// PACKED (1: sequences have any lengths) and CHECKPOINTS (1: store the state after each whole chunk). If CLUSTER is 0, each
-// CTA prepares all chunks for itself.
+// PACKED (1: sequences have any lengths), CHECKPOINTS (1: store the state after each whole chunk) and STRETCH (chunks after
+// which CTAs that scan states alone hand them to CTAs that follow with the outputs, see roles.cuh; 0: every one scans both).
+// If CLUSTER is 0, each CTA prepares all chunks for itself.
 #ifndef BLOCK_ROLES
 #define BLOCK_ROLES 0
 #endif
@@ -18,6 +19,9 @@
 #endif
 #ifndef CHECKPOINTS
 #define CHECKPOINTS 0
+#endif
+#ifndef STRETCH
+#define STRETCH 0
 #endif
 constexpr int STAGES = SEGMENTS == LAST_SCAN ? 3 : 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
@@ -29,6 +33,7 @@ constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a
 constexpr bool LANE_ORDER = BLOCK_ROLES && !KEEPS;  // of gamma, see gamma_at
 static_assert(!PACKED || BLOCK_ROLES && !SEGMENTS);
 static_assert(!POOLED || !SAVES && !SEGMENTS);
+static_assert(!STRETCH || BLOCK_ROLES && !PACKED && !CHECKPOINTS && !KEEPS);
 // Pieces of 16 bytes that shared memory has for 8 logits of the next chunk. With BLOCK_ROLES there is room for q, k and any
 // logits of channels, otherwise only for logits of 16 bits.
 constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;

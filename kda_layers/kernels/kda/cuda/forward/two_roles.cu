@@ -10,8 +10,8 @@
 // chunk's start (saved_columns.cuh).
 //
 // Of long sequences that are cut into segments (segments.cu), the scan computes their transitions
-// (transition_columns.cuh).
-#include "transition_columns.cuh"
+// (state_columns.cuh).
+#include "state_columns.cuh"
 #include "copying_columns.cuh"
 #include "preparing_block.cuh"
 
@@ -41,26 +41,43 @@ DEVICE void hold(Lane& lane) {
     lane = {int(thread / 32), int(thread % 32)};
 }
 
+// A block that scans states alone, or states and outputs.
+DEVICE bool scans_states(const ForwardParams& p) { return SEGMENTS == TRANSITIONS || is_leading(p); }
+
 DEVICE void scan_block(Lane lane, const ForwardParams& p) {
+    const bool alone = scans_states(p);
     const ScanShared shared{shared_memory()};
+    const StateShared of_states{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
         if (PACKED && SAVES) hold(lane);  // else it would spill
-        if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(lane, p, shared);
-        else scan_columns(lane, p, shared);
+        if (alone) scan_states(lane, p, of_states);
+        else if constexpr (SEGMENTS != TRANSITIONS) scan_columns(lane, p, shared);
     } else if (lane.warp < WARPS + MOVERS) {
         registers<MOVE>();
         hold(lane);
         const Lane moving = {lane.warp - WARPS, lane.id};
-        if constexpr (PACKED || SAVES) move_rows_across_tiles(moving, p, shared);
-        else if constexpr (SEGMENTS != TRANSITIONS) move_rows(moving, p, shared);
-        else if (has_values()) move_values(moving, p, shared);
+        if (alone) {
+            if (has_values()) move_values(moving, p, of_states);
+        } else if constexpr (PACKED || SAVES || STRETCH) {
+            move_rows_across_tiles(moving, p, shared);
+        } else if constexpr (SEGMENTS != TRANSITIONS) {
+            move_rows(moving, p, shared);
+        }
     } else {
         registers<COPY>();
-        if (lane.warp == WARPS + MOVERS) fetch_chunks(lane, p, shared);
+        if (lane.warp == WARPS + MOVERS) {
+            if (alone) fetch_chunks<PlainTiles>(lane, p, of_states);
+            else if constexpr (SEGMENTS != TRANSITIONS) fetch_chunks<Tiles>(lane, p, shared);
+        }
+        if (lane.warp == WARPS + MOVERS + 1) {
 #if SAVES
-        if (lane.warp == WARPS + MOVERS + 1) store_states(lane, p, shared);
+            store_states(lane, p, shared);
 #endif
+#if STRETCH
+            if (alone) tell_states(lane, p, of_states);
+#endif
+        }
     }
 }
 
@@ -86,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     const bool scans = is_scanning(p);
     if (threadIdx.x == 0) {
-        if (scans) ScanShared{shared_memory()}.init_barriers();
+        if (scans && scans_states(p)) StateShared{shared_memory()}.init_barriers();
+        else if (scans) ScanShared{shared_memory()}.init_barriers();
         else Shared{shared_memory()}.init_barriers();
     }
 #if SAVES

@@ -21,12 +21,11 @@ from ...contract import CHUNK
 from .. import spec
 from ..spec import Cut, Plan, Signature
 from . import costs
-from .costs import BV, MOST_GROUPS_PACKED, WIDTH, Split
+from .costs import BV, MOST_GROUPS_PACKED, SCAN_STAGES, STATE_STAGES, STRETCH, WIDTH, Split
 from .one_role import TRANSITIONS
 
 SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_two_roles"
 THREADS, TRANSITION_THREADS = 384, 512
-SCAN_STAGES, TRANSITION_STAGES = 3, 4  # chunks in shared memory; of transitions, and their v
 declined: str | None = None  # why specialised CTAs are not used in this process; set by forms.py
 
 
@@ -46,6 +45,7 @@ class Variant(NamedTuple):
     head_gates: bool = False  # one gate for all channels of a head
     saves: bool = False  # what the backward reads
     pooled: bool = False  # for engines: states in slots of a pool, rows of tokens with strides
+    followed: bool = False  # some CTAs scan states alone, and others follow with the outputs
 
     @property
     def source(self) -> str:
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
             "BLOCK_ROLES": 1,
             "T_FP16": int(self.T_fp16), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
             "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed), "CHECKPOINTS": int(self.checkpoints),
-            "HEAD_GATES": int(self.head_gates),
+            "HEAD_GATES": int(self.head_gates), "STRETCH": STRETCH * self.followed,
             **transitions,
         }  # fmt: skip
 
@@ -80,7 +80,7 @@ class Variant(NamedTuple):
         """Size in bytes of struct ScanShared in scan_columns.cuh; struct Shared in shared.cuh is smaller."""
         if self.cut is not None:
             read = 2 * CHUNK * (2 * self.K + CHUNK) + 4 * self.K  # of a prepared chunk
-            return TRANSITION_STAGES * (read + 2 * CHUNK * self.K) + 8 * 5 * TRANSITION_STAGES
+            return STATE_STAGES * (read + 2 * CHUNK * self.K) + 8 * 5 * STATE_STAGES
         prepared, barriers = SCAN_STAGES * spec.stage_bytes(self.K), 8 * (4 * SCAN_STAGES + 2)
         if self.saves:
             return prepared + 2 * 2 * CHUNK * BV + 2 * BV * self.K + barriers + 8 * 3
@@ -106,7 +106,8 @@ def variants(arch: int) -> Iterable[Variant]:
     found = (variant_for(WIDTH, *choice[:3], arch, *choice[3:]) for choice in choices)
     plain = [v for v in found if v.saves >= v.T_fp16 <= (v.dtype in spec.T_FP16)]
     pooled = [v._replace(pooled=True) for v in plain if not (v.checkpoints or v.saves)]
-    return spec.with_those_of_heads((*plain, *pooled))
+    followed = [v._replace(followed=True) for v in (*plain, *pooled) if not (v.packed or v.checkpoints or v.saves)]
+    return spec.with_those_of_heads((*plain, *pooled, *followed))
 
 
 def serves(s: Signature, properties: Properties) -> list[str]:
@@ -143,16 +144,20 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     pooled = s.rows is not None
     checkpoints = s.checkpoints and not pooled
     v = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, checkpoints, s.saves, s.T_fp16)
-    v = v._replace(head_gates=s.head_gates, pooled=pooled)
-    blocks = split.groups * v.slices + split.preparers
+    v = v._replace(head_gates=s.head_gates, pooled=pooled, followed=split.followers > 0)
+    blocks = (split.groups + split.followers) * v.slices + split.preparers
+    assert not split.followers or split.groups == s.sequences * s.v_shape[2], "a group leads one tile"
     launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=not s.saves)
     if s.saves:  # rows of saved chunks replace the ring
         split = split._replace(ring_slots=most_chunks(s, split.groups))
     else:
-        assert split.ring_slots > SCAN_STAGES, "a slot is free when its chunk was read, which is told SCAN_STAGES later"
-    # a ring and, unless the sequences are packed, a state that is handed over
-    group_bytes = (0 if s.saves else split.ring_slots * spec.stage_bytes(v.K)) + (0 if s.packed else 4 * v.K**2)
-    values = spec.values_of(s, s.sequences * s.v_shape[2], groups=split.groups, ring_slots=split.ring_slots)
+        assert split.ring_slots >= split.least_slots
+    # a ring and, unless the sequences are packed, states that are handed over
+    states = 0 if s.packed else 4 * v.K**2 * split.handed_states
+    group_bytes = (0 if s.saves else split.ring_slots * spec.stage_bytes(v.K)) + states
+    values = spec.values_of(
+        s, s.sequences * s.v_shape[2], groups=split.groups, ring_slots=split.ring_slots, followers=split.followers
+    )
     return Plan((launch,), values, split.counters, split.groups * group_bytes, saves=s.saves)
 
 

@@ -1,0 +1,112 @@
+"""Groups that lead by the state alone, others that follow with the outputs, in the emulator: the bits of one role."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda.forward import costs, two_roles
+from kda_layers.kernels.kda.cuda.forward.costs import STRETCH, Split
+from tests import cuda_emulator
+from tests.kernels import emulated, test_prefill_two_roles
+from tests.kernels.cases import FP16, Case, ids, make_inputs
+from tests.kernels.test_forward_two_roles import H100, assert_same, signature
+
+CHUNK = 64
+NARROW = Case(K=64, V=64, H=1, dtype=FP16, gate="softplus", g_wide=True, T=14 * CHUNK, checkpoints=False)
+CASES = [
+    Case(T=13 * CHUNK + 18, state=True, checkpoints=False),
+    Case(B=2, T=25 * CHUNK, H=1, group=1, slow=True, final=False, checkpoints=False),  # stretches of 12, 12 and 1
+    Case(T=16 * CHUNK, H=1, group=2, gate="log_decay", head_gates=True, g_wide=True, state=True, checkpoints=False),
+    NARROW,
+]
+
+
+def splits_of(x: Inputs) -> list[Split]:
+    """One group that follows all, as many as lead, and such that take stretches of any; the fewest ring slots."""
+    leading = x.v.shape[0] * x.v.shape[2]
+    return [Split.of(leading, 2, 1), Split.of(leading, 4, leading), Split.of(leading, 2, 2 * leading - 1)]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("case", **ids(CASES))
+def test_bits_of_the_forward_kernel(case: Case) -> None:
+    x = make_inputs(case)
+    if case.head_gates:  # as the operator hands them on
+        x = x._replace(g=x.g[..., None])
+    want = emulated.forward(x)
+    for split in splits_of(x):
+        assert split.ring_slots == split.least_slots
+        assert_same(emulated.two_roles(x, split), want)
+
+
+@pytest.mark.emulated
+def test_order_of_concurrent_operations() -> None:
+    x = make_inputs(NARROW)
+    want = emulated.forward(x)
+    for seed in range(1, 7):
+        assert_same(emulated.two_roles(x, splits_of(x)[seed % 3], seed=seed), want)
+
+
+@pytest.mark.emulated
+def test_accesses_are_ordered() -> None:
+    """Also those of states that are handed over; the machine raises an error where nothing orders two."""
+    x = make_inputs(dataclasses.replace(NARROW, state=True))
+    with cuda_emulator.order_checked():
+        emulated.two_roles(x, splits_of(x)[2])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("chunks", [2 * STRETCH, 2 * STRETCH + 1])
+def test_slots_and_boundary_states(chunks: int) -> None:
+    """In and at the end of stretches, a sequence without a slot, and final states in the place of initial ones."""
+    case = Case(B=3, T=chunks * CHUNK, K=64, V=64, H=1, dtype=FP16, state=True, checkpoints=False)
+    x = test_prefill_two_roles.inputs_of(case)
+    assert x.checkpoint_at is not None
+    x = x._replace(checkpoint_at=torch.tensor([STRETCH * CHUNK, 64, (STRETCH + 3) * CHUNK], dtype=torch.int32))
+    leading = 3 * x.v.shape[2]
+    want = test_prefill_two_roles.run(x)
+    for split in (Split.of(leading, 2, 1), Split.of(leading, 2, leading)):
+        test_prefill_two_roles.assert_same(test_prefill_two_roles.run(x, split), want)
+
+
+# Heads of 8,192 tokens, and how many groups follow with what prepares; what an H200 ran in the least time.
+CHOICES = [(1, 2, 8), (4, 8, 32), (8, 16, 64), (10, 20, 72), (11, 22, 66), (12, 20, 68), (14, 0, 98), (16, 0, 96)]
+
+
+@pytest.mark.parametrize(("heads", "followers", "preparers"), CHOICES)
+def test_measured_choices(heads: int, followers: int, preparers: int) -> None:
+    s = signature(1, 8192, heads)
+    assert forms.choose(s, H100) is forms.TWO_ROLES
+    split = two_roles.split_of(s, 132)
+    assert (split.groups, split.followers, split.preparers) == (heads, followers, preparers)
+    assert split.blocks <= 132
+    assert split.ring_slots >= split.least_slots
+
+
+@pytest.mark.parametrize(
+    "more", [{"stores": True}, {"saves": True}, {"packed": True}, {"chunks": STRETCH}], ids=lambda more: str(*more)
+)
+def test_calls_that_nobody_follows(more: dict[str, Any]) -> None:
+    work = costs.Work.of(signature(1, 8192, 4))
+    assert costs.splits_with_followers(work, 132)
+    assert costs.splits_with_followers(work._replace(**more), 132) == []
+
+
+# B, T, H -> ms of one H200, see docs/internals/studies/2026-11-25-few-heads.md
+TIMES = {
+    (1, 2048, 8): 0.0500, (1, 4096, 8): 0.0720, (1, 16384, 8): 0.2131, (2, 8192, 4): 0.1204, (1, 65536, 8): 0.757,
+    (1, 8192, 1): 0.1181, (1, 8192, 4): 0.1180, (1, 8192, 8): 0.1179, (1, 8192, 10): 0.1230, (1, 8192, 11): 0.1264,
+    (1, 8192, 12): 0.1344,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "ms"), TIMES.items(), ids=str)
+def test_expected_times(shape: tuple[int, int, int], ms: float) -> None:
+    (us, _), *_ = sorted(costs.splits_with_followers(costs.Work.of(signature(*shape)), 132))
+    assert abs(us / 1000 / ms - 1) < 0.04
