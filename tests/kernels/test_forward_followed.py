@@ -85,7 +85,7 @@ def test_measured_choices(heads: int, followers: int, preparers: int) -> None:
     assert forms.choose(s, H100) is forms.TWO_ROLES
     split = two_roles.split_of(s, 132)
     assert (split.groups, split.followers, split.preparers) == (heads, followers, preparers)
-    assert split.blocks <= 132
+    assert 2 * (heads + followers) + preparers <= 132
     assert split.ring_slots >= split.least_slots
 
 

@@ -192,8 +192,8 @@ def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
     assert groups_of(s) == groups
     if groups:
         split = two_roles.split_of(s, 132)
-        assert split.groups * 2 + split.preparers <= 132
-        assert split.ring_slots > two_roles.SCAN_STAGES
+        assert (split.groups + split.followers) * 2 + split.preparers <= 132
+        assert split.ring_slots >= split.least_slots
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_blocks_are_whole_clusters() -> None:
             if groups_of(s, H100._replace(processors=processors)) is None:
                 continue
             split = two_roles.split_of(s, processors)
-            blocks = split.groups * slices + split.preparers
+            blocks = (split.groups + split.followers) * slices + split.preparers
             assert blocks % slices == 0
             assert blocks <= processors
             assert split.preparers > 0

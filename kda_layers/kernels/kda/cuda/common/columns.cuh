@@ -61,17 +61,18 @@ DEVICE unsigned char* operand_row(Lane lane, unsigned char* tokens, int s) {
 
 // ---------------------------------------------------------------- a state, or its gradient
 
-// Its transpose, columns of V by K: at once, or in halves, so that one can be read while an MMA adds to the other.
-struct AtOnce {
+// Its transpose, columns of V by K: the accumulators of one MMA, or of one for each half of the channels, so that a half can be
+// read while the other is computed. `eight(i)`: of channels 8 i to 8 i + 7.
+struct Whole {
     Sums<K> S;
     DEVICE float (&eight(int i))[4] { return S[i]; }
 };
-struct InHalves {
+struct Halves {
     Sums<K / 2> low, high;
     DEVICE float (&eight(int i))[4] { return i < K / 16 ? low[i] : high[i - K / 16]; }
 };
 
-template <class Sums> struct ColumnsOf : Sums {
+template <class Accumulators> struct ColumnsOf : Accumulators {
     // Call f with each pair of neighbours and its offset in the warp's [16, K].
     template <class F> DEVICE void each(Lane lane, F f) {
         #pragma unroll
@@ -110,7 +111,7 @@ template <class Sums> struct ColumnsOf : Sums {
         }
     }
 };
-using StateColumns = ColumnsOf<AtOnce>;
+using StateColumns = ColumnsOf<Whole>;
 
 // ---------------------------------------------------------------- the moving warps
 

@@ -71,10 +71,6 @@ class Split(NamedTuple):
         return split._replace(ring_slots=max(split.ring_slots, split.least_slots))
 
     @property
-    def blocks(self) -> int:
-        return SLICES * (self.groups + self.followers) + self.preparers
-
-    @property
     def least_slots(self) -> int:
         """The fewest ring slots with which no block waits for itself.
 

@@ -162,8 +162,6 @@ struct PackedTiles {
     static DEVICE constexpr int before_run() { return 0; }
     static DEVICE constexpr bool begins() { return true; }
     static DEVICE constexpr bool ends() { return true; }
-    static DEVICE int handed_by(const ForwardParams&) { return 0; }
-    static DEVICE constexpr u32 handed_before() { return 0; }
     DEVICE i64 state(const ForwardParams& p) const { return i64(tile.sequence) * p.HV + tile.head; }
     DEVICE i64 kept(const ForwardParams& p, int chunk) const { return i64(first_row + chunk) * p.HV + tile.head; }
     static DEVICE WorkTile find(const ForwardParams& p, int index) {

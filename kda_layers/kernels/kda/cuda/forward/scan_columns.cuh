@@ -12,7 +12,8 @@
 DEVICE bool has_values() { return SEGMENTS != TRANSITIONS || slice() < V / BV; }
 
 constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they are loaded
-constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1 + SAVES);  // scanning, moving, copying chunks, storing states
+// They scan, move, copy chunks, and store states or tell of them.
+constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1 + (SAVES || STRETCH));
 
 // Outputs' scales are powers of two: in bf16, which has the range of fp32, what is rounded can be scaled by the moving
 // warps. The result is that of rounding last, unless either is below 2^-126 or what is rounded overflows.
@@ -73,6 +74,7 @@ using StateShared = ScanSharedOf<false>;
 static_assert((SEGMENTS == TRANSITIONS ? StateShared::BYTES : ScanShared::BYTES) == SHARED_BYTES,
               "the host's plan of shared memory");
 static_assert(Shared::BYTES <= SHARED_BYTES && (!STRETCH || StateShared::BYTES <= SHARED_BYTES));
+static_assert(!STRETCH || STRETCH > ScanShared::STAGES, "when a stretch has been copied, its state has been read");
 
 // ---------------------------------------------------------------- the scanning warps
 
@@ -93,7 +95,7 @@ struct Decays {
     }
 };
 
-template <class Sums> struct StateOf : ColumnsOf<Sums> {
+template <class Accumulators> struct StateOf : ColumnsOf<Accumulators> {
     DEVICE void decay(const Decays& gamma) {
         #pragma unroll
         for (int i = 0; i < K / 8; i++) {
@@ -104,7 +106,7 @@ template <class Sums> struct StateOf : ColumnsOf<Sums> {
         }
     }
 };
-using State = StateOf<AtOnce>;
+using State = StateOf<Whole>;
 
 using Channels = u32[K / 16][4];  // 16 columns of S, rounded, as operand A
 
@@ -236,14 +238,16 @@ DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Ti
     if (tiles.begins()) {
         if constexpr (POOLED) state.load(lane, pooled_state(p, tiles.at(p), column));
         else state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
-    } else {
-        const int group = tiles.handed_by(p);
-        const u32 before = tiles.handed_before();
-        while (read_counter(handed(p, group, slice())) < WARPS * (before + 1)) back_off();
-        fence_gpu();
-        warp_sync();
-        state.take(lane, handed_state(p, group, before) + state_at(0, column));
+        return;
     }
+#if !PACKED
+    const int group = tiles.handed_by(p);
+    const u32 before = tiles.handed_before();
+    while (read_counter(handed(p, group, slice())) < WARPS * (before + 1)) back_off();
+    fence_gpu();
+    warp_sync();
+    state.take(lane, handed_state(p, group, before) + state_at(0, column));
+#endif
 }
 
 // Store the state at the end of a group's part of a tile.

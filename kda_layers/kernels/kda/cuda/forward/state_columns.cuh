@@ -5,7 +5,7 @@
 #pragma once
 #include "moving_columns.cuh"
 
-using HalvedState = StateOf<InHalves>;
+using HalvedState = StateOf<Halves>;
 
 // The warp's rows of I.
 DEVICE void set_identity(Lane lane, HalvedState& state, int first) {
@@ -16,18 +16,18 @@ DEVICE void set_identity(Lane lane, HalvedState& state, int first) {
 }
 
 #if STRETCH
-// Hand over a state to those that follow, `before` states after the first.
+// Store a state for those that follow, `before` states after the first.
 DEVICE void give_state(Lane lane, HalvedState& state, const ForwardParams& p, u32 before, int column) {
     state.give(lane, handed_state(p, scanning_group(p), before) + state_at(0, column));
 }
 
-// Let it be told.
+// Have it told.
 DEVICE void hand_over(Lane lane, const StateShared& shared, u32 before) {
     if (before > 0) mbarrier_wait(shared.state_taken(), before - 1 & 1);
     signal(lane, shared.state_there());
 }
 
-// The warp that tells of them: it waits until they are visible in the place of the scanning warps.
+// The warp that tells of them, so that no scanning warp waits until they are visible.
 DEVICE void tell_states(Lane lane, const ForwardParams& p, const StateShared& shared) {
     PlainTiles tiles;
     tiles.start(p, scanning_group(p));
@@ -47,7 +47,7 @@ DEVICE void round_half(Channels& to, int half, Sums<K / 2>& x) {
         to[half * (K / 32) + i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
 }
 
-// What a warp has at a chunk's start: R is computed there.
+// What a warp has at a chunk's start.
 struct Scanned {
     HalvedState state;
     Channels S;     // the state, rounded
@@ -72,7 +72,7 @@ struct StateOperands {
 };
 
 // R of the next chunk follows a half of S as soon as that is there. No MMA is in flight where the loop over chunks closes.
-template <bool is_last> DEVICE void scan_state(Lane lane, const ForwardParams& p, const StateShared& shared,
+template <bool is_last> DEVICE void scan_chunk(Lane lane, const ForwardParams& p, const StateShared& shared,
                                                const StateOperands& first, Scanned& x, const Place<StateShared>& at,
                                                int left, int column) {
     constexpr int STEPS = K / 16, HALF = STEPS / 2;
@@ -138,8 +138,8 @@ DEVICE void scan_states(Lane lane, const ForwardParams& p, const StateShared& sh
         wgmma_wait<0>();
         fence_operand(x.W);
         int left = tiles.in_run();
-        for (; left > 1; left--, at = at.next()) scan_state<false>(lane, p, shared, first, x, at, left, column);
-        scan_state<true>(lane, p, shared, first, x, at, left, column);
+        for (; left > 1; left--, at = at.next()) scan_chunk<false>(lane, p, shared, first, x, at, left, column);
+        scan_chunk<true>(lane, p, shared, first, x, at, left, column);
         at = at.next();
 #if STRETCH
         give_state(lane, x.state, p, at.count / STRETCH, column);
