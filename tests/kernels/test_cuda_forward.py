@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda import forms
 from kda_layers.testing.hard_inputs import hard_inputs, resets
 from tests.kernels import emulated
 from tests.kernels.cases import (
@@ -28,10 +30,12 @@ from tests.kernels.cases import (
     limits_of,
     make_inputs,
     oracle,
+    output_gradients,
     outputs,
     sequences,
     to_fp64,
 )
+from tests.kernels.emulated_backends import EMULATED
 from tests.kernels.test_hard_inputs import HALF_WRONG, expected
 from tests.kernels.test_property import cases_in_16_bits
 
@@ -116,6 +120,29 @@ def test_batched_packed_and_alone(form: str) -> None:
     assert_same(KDAOutput(*(torch.cat(t) for t in zip(*alone, strict=True))), together)
     got = chunk(packed, form)
     assert_same(KDAOutput(*(t.view_as(want) for t, want in zip(got, together, strict=True))), together)
+
+
+@pytest.mark.parametrize("recompute_above", [1.0, 0.0])
+@pytest.mark.parametrize("T", [128, 70])
+def test_one_packed_sequence_is_not_packed(T: int, recompute_above: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, what is saved, and gradients are those of a call without offsets, by kernels for one length."""
+    x = make_inputs(Case(lengths=(T,), H=1, state=True))._replace(recompute_above=recompute_above)
+    backend, d, signatures = EMULATED["sm90@emulator"], output_gradients(x), []
+    planned = forms.planned
+    monkeypatch.setattr(forms, "planned", lambda machine, s: signatures.append(s) or planned(machine, s))
+
+    def call(x: Inputs) -> list[Tensor | None]:
+        alone, _ = backend.forward(x, False)
+        out, saved = backend.forward(x, True)
+        assert [t.shape for t in saved] == [t.shape for t in backend.saved_like(x)]
+        gradients = backend.backward(x, saved, d["o"], d["final_state"], d["checkpoints"])
+        return [*outputs(alone).values(), *outputs(out).values(), *saved, *gradients]
+
+    got, want = call(x), call(x._replace(cu_seqlens=None))
+    assert signatures
+    assert not any(s.packed for s in signatures)
+    same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+    assert all(same), same
 
 
 @in_every_form

@@ -30,7 +30,19 @@ from ..cuda import forms, prefill
 from ..cuda.backward import gradients, reverse_scan
 from ..cuda.decode import decode
 from ..cuda.forward import last_tokens, one_role, segments, two_roles
-from ..cuda.spec import ALWAYS, AUTO, TYPES, WIDTHS, Rows, Saved, Signature, aligned, aligned_inputs, cut_of
+from ..cuda.spec import (
+    ALWAYS,
+    AUTO,
+    TYPES,
+    WIDTHS,
+    Rows,
+    Saved,
+    Signature,
+    aligned,
+    aligned_inputs,
+    cut_of,
+    unpacked_if_one,
+)
 from ..slots import prefill_by_forward
 
 CHUNKED = (one_role, reverse_scan, gradients)  # kernels over whole sequences
@@ -86,7 +98,7 @@ class CudaBackend(OnArchs, Backend):
             return []
         device, dtype, gated = torch.device(problem.device), problem.dtype, problem.gate_activation
         rows = (1, B * T) if problem.packed else (B, T)
-        packed = problem.packed and not (problem.prefill and B == 1)
+        packed = problem.packed and B > 1
         s = Signature(
             device, dtype, dtype, problem.beta_dtype, (*rows, HV // problem.group, problem.K), (*rows, HV, problem.V),
             (B + 1, torch.int32) if packed else None, gated, 0.0, problem.beta_activation, problem.qk_l2norm,
@@ -97,11 +109,13 @@ class CudaBackend(OnArchs, Backend):
         return forms.explain(s, self.machine.properties(device))
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
+        x = unpacked_if_one(x)
         if self._recomputes(x):
             return []
         return Saved.like(x, cut_of(x) if forms.is_cut(x, self.machine) else None).tensors()
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
+        x = unpacked_if_one(x)
         if save and self._recomputes(x):
             return forms.forward_whole_chunks(x, self.machine), []
         return forms.forward(x, self.machine, save)
@@ -124,13 +138,13 @@ class CudaBackend(OnArchs, Backend):
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
         """Run the reverse scan; return the arguments of the kernel after it."""
-        x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
+        x, d_o, machine = aligned_inputs(unpacked_if_one(x)), aligned(d_o), self.machine
         kept = Saved.of(saved) if saved else forms.recompute(x, machine)
         return x, machine, kept, reverse_scan.reverse_scan(x, machine, kept, d_o, d_final, d_checkpoints), d_o
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""
-        x = aligned_inputs(x)
+        x = aligned_inputs(unpacked_if_one(x))
         out, saved = forms.launch(x, self.machine, Signature.of(x, True)._replace(cut=None))
         assert saved is not None
         assert out.final_state is not None

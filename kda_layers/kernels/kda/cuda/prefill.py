@@ -11,7 +11,7 @@ from ...cuda.machine import Machine
 from ..contract import PrefillInputs
 from . import forms
 from .forward import last_tokens
-from .spec import PARAMS, Plan, Rows, Signature, aligned, has_head_gates, row_stride
+from .spec import PARAMS, Plan, Rows, Signature, aligned, has_head_gates, row_stride, unpacked_if_one
 
 
 def prefill(x: PrefillInputs, machine: Machine) -> None:
@@ -27,8 +27,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         v = aligned(v)
     beta, head_gates = _in_rows(beta), has_head_gates(x)
     g = _in_rows(x.g) if head_gates else aligned(x.g)
-    if x.cu_seqlens is not None and x.cu_seqlens.shape[0] == 2:
-        x = x._replace(cu_seqlens=None)  # the offsets are 0 and T: the forms for one length are faster
+    x = unpacked_if_one(x)
     A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.A_log, x.dt_bias, x.cu_seqlens))
     finishes = last_tokens.possible(q.shape[1], offsets is not None)
     state = None if x.state is None else _pool(x.state, finishes)
