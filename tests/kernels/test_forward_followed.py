@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from kda_layers import KDAOutput
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import costs, two_roles
@@ -54,9 +56,43 @@ def test_order_of_concurrent_operations() -> None:
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("case", **ids([replace(NARROW, T=62 * CHUNK), replace(NARROW, T=75 * CHUNK, group=1)]))
+def test_slots_and_states_that_are_used_again(case: Case) -> None:
+    """So many chunks that ring slots, and where states are handed over, are written over what was read."""
+    x = make_inputs(case)
+    want, leading = emulated.forward(x), x.v.shape[2]
+    for seed, followers in enumerate((1, leading, 2 * leading)):
+        split = Split.of(leading, 6, followers)
+        assert max(split.ring_slots, STRETCH * split.handed_states) < case.T // CHUNK
+        assert_same(emulated.two_roles(x, split, seed=seed), want)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("final", [True, False])
+def test_last_tokens(final: bool) -> None:
+    """The decode kernel continues from states that followers store."""
+    case = replace(NARROW, T=13 * CHUNK + 3, state=True, final=final)
+    x, machine = make_inputs(case), emulated.Emulator(processors=16)
+
+    def call() -> KDAOutput:
+        with emulated.GuardedMemory():
+            return forms.forward(emulated.guarded_inputs(x), machine, False)[0]
+
+    with emulated.without_two_roles():
+        want = call()
+    form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0)
+    split = splits_of(x)[1]
+    with (
+        mock.patch.object(two_roles, "split_of", return_value=split),
+        mock.patch.object(forms, "FORMS", (form, forms.ONE_ROLE)),
+    ):
+        assert_same(call(), want)
+
+
+@pytest.mark.emulated
 def test_accesses_are_ordered() -> None:
     """Also those of states that are handed over; the machine raises an error where nothing orders two."""
-    x = make_inputs(dataclasses.replace(NARROW, state=True))
+    x = make_inputs(replace(NARROW, state=True))
     with cuda_emulator.order_checked():
         emulated.two_roles(x, splits_of(x)[2])
 
@@ -90,7 +126,9 @@ def test_measured_choices(heads: int, followers: int, preparers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"stores": True}, {"saves": True}, {"packed": True}, {"chunks": STRETCH}], ids=lambda more: str(*more)
+    "more",
+    [{"stores": True}, {"saves": True}, {"packed": True}, {"chunks": STRETCH}, {"tiles": 14}],
+    ids=lambda more: str(*more),
 )
 def test_calls_that_nobody_follows(more: dict[str, Any]) -> None:
     work = costs.Work.of(signature(1, 8192, 4))

@@ -37,7 +37,7 @@ PREPARES_FOR_SEVERAL = 1.06
 # follow, and the rest, as an H200 took from 4,096 to 65,536 tokens of 1 to 13 heads. Where not every group has as many
 # that follow, it took 4 to 8 % longer.
 LEADS, FOLLOWS, STARTS_FOLLOWED, FOLLOWS_SEVERAL = 0.72, 1.19, 28.0, 1.08
-MOST_FOLLOWERS = 2  # for each group; more gained nothing
+MOST_FOLLOWERS, MOST_LEADING = 2, 13  # for each group; groups. More gained nothing
 MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
@@ -72,10 +72,10 @@ class Split(NamedTuple):
 
     @property
     def least_slots(self) -> int:
-        """The fewest ring slots with which no block waits for itself.
+        """Ring slots with which no block waits for itself, and a group leads by a stretch for each that follows it.
 
-        That the chunk of a slot has been read is told when SCAN_STAGES or STATE_STAGES others are, by a group that
-        follows perhaps in its next stretch. A group leads by at most so many stretches as there are followers for each.
+        That the chunk of a slot has been read is told when SCAN_STAGES or STATE_STAGES others have been copied, by a
+        group that follows perhaps in its next stretch.
         """
         if not self.followers:
             return SCAN_STAGES + 1
@@ -172,9 +172,9 @@ def fastest(work: Work, processors: int) -> tuple[float, Split] | None:
 def splits_with_followers(work: Work, processors: int) -> list[tuple[float, Split]]:
     """Return expected times and splits where a group leads each tile by the state alone, and others follow."""
     found: list[tuple[float, Split]] = []
-    if work.packed or work.stores or work.saves or work.chunks <= STRETCH:
-        return found
     groups = work.tiles
+    if work.packed or work.stores or work.saves or work.chunks <= STRETCH or groups > MOST_LEADING:
+        return found
     for followers in range(groups, MOST_FOLLOWERS * groups + 1):
         most = processors // SLICES * SLICES - SLICES * (groups + followers)
         preparers = min(most, MOST_PREPARERS * groups) // SLICES * SLICES

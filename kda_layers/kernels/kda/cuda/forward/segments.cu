@@ -3,7 +3,7 @@
 //
 //     kda_forward         prepares all chunks, each into a row of its own, and scans all segments at once for F and B
 //                         (forward.cu, transitions.cuh); or by blocks of two roles kda_forward_two_roles
-//                         (two_roles.cu, transition_columns.cuh)
+//                         (two_roles.cu, state_columns.cuh)
 //     kda_join_segments   S0 of each segment from that of the segment before, in fp32
 //     kda_scan_segments   scans all segments at once from their S0, over the prepared chunks, for the outputs
 //

@@ -1,7 +1,7 @@
 """Launcher of segments.cu: the forward over sequences that are cut into segments, in three kernels.
 
 The first computes each segment's transition, by blocks of one role (transitions.cuh in forward.cu) or with the same
-bits in less time by specialised CTAs (transition_columns.cuh in two_roles.cu); the second combines them; the last
+bits in less time by specialised CTAs (state_columns.cuh in two_roles.cu); the second combines them; the last
 scans.
 """
 

@@ -6,8 +6,8 @@
 // stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
 // (scan_columns.cuh). All blocks must be resident, as they wait for each other.
 //
-// With STRETCH these groups lead: they scan states alone, as a chain of chunks with outputs takes a third longer, and as many more
-// groups as it takes follow with the outputs (roles.cuh, state_columns.cuh).
+// With STRETCH these groups lead: they scan states alone, as a chain of chunks with outputs takes 1.4 times as long, and up to
+// twice as many groups follow with the outputs (roles.cuh, state_columns.cuh).
 //
 // With SAVES every chunk has a row of its own in global memory instead, and the scan also saves V' and the state at each
 // chunk's start (saved_columns.cuh).
