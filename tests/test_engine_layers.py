@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.engines import vllm, vllm_core, vllm_layer, vllm_recover
+from kda_layers.kernels.cuda.machine import Properties
+from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda.spec import Rows
 from kda_layers.kernels.kda.reference import recurrence
 from kda_layers.testing.budgets import budget, error
 from kda_layers.testing.oracle import Inputs
 from tests import stock_vllm_layers as stock
 from tests.kernels.emulated_layer_step import first_choice
+from tests.kernels.test_forward_two_roles import signature
 from tests.stock_vllm_layers import HIDDEN, TAPS, Config, Engine, Metadata
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -345,3 +349,46 @@ def test_names_of_modules_are_theirs(family: str) -> None:
 def test_every_module_with_a_layer_has_one_of_ours() -> None:
     assert set(vllm_layer.LAYERS) == set(vllm.LAYERS)
     assert vllm_core.FIRST_SLOT == 1
+
+
+# ---------------------------------------------------------------- what is compiled before the first prompts
+
+
+@pytest.mark.parametrize("ends", vllm_core.PROMPTS, ids=len)
+def test_prompts_of_a_warm_up(ends: tuple[int, ...]) -> None:
+    """They have the slots of two sequences, and leave the null slot alone."""
+    _, layer, _ = layer_of(Config("kimi", heads=1, head_dim=64))
+    p, pool = layer.core_parameters(), torch.ones(3, 1, 64, 64)
+    vllm_core.run_prompts(1, torch.bfloat16, pool, p, ends)
+    assert [bool((state == 1).all()) for state in pool] == [True, False, len(ends) == 1]
+
+
+class Listing:
+    """A machine that lists the kernels which are loaded, and runs none."""
+
+    def __init__(self) -> None:
+        self.kernels: set[Any] = set()
+
+    def properties(self, device: torch.device) -> Properties:
+        return Properties(132, 90, 2**37)
+
+    def load(self, source: str, entry: str, defines: dict[str, Any], device: torch.device) -> Any:
+        self.kernels.add((source, *defines.items()))
+
+
+@pytest.mark.parametrize("heads", [4, 8, 12, 16, 24, 32, 48, 64, 96])
+def test_every_prompt_finds_its_kernel_compiled(heads: int) -> None:
+    """That of a warm-up, whatever number of sequences and tokens it has."""
+
+    def kernels(shapes: Iterable[tuple[int, int]]) -> set[Any]:
+        machine = Listing()
+        for N, T in shapes:
+            offsets = None if N == 1 else (N + 1, torch.int32)
+            rows = Rows(*(0,) * 8)
+            s = signature(1, T, heads, states=2)._replace(offsets=offsets, rows=rows)
+            forms.choose(s, machine.properties(s.device)).plan_of(machine, s)  # type: ignore[arg-type]
+        return machine.kernels
+
+    lengths = [64 * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)]
+    every = kernels((N, N * T) for N in (1, 2, 3, 4, 8, 16, 32, 64) for T in lengths if N * T <= 2**13)
+    assert every <= kernels((len(ends), ends[-1]) for ends in vllm_core.PROMPTS)

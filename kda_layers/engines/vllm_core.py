@@ -249,6 +249,9 @@ def convolve(x: Tensor, weight: Tensor, pool: Tensor, slots: Tensor, offsets: Te
     return y[0]
 
 
+# Where the sequences of prompts end that take different kernels: short and long, alone and beside others, and so many
+# that those with chunks are listed. Of up to 4,096 tokens, as they take the memory of a step.
+PROMPTS = (71,), (70, 71), (2048,), *(tuple(4096 * (n + 1) // N for n in range(N)) for N in (1, 2, 5, 16, 64))
 _warm: set[Any] = set()
 
 
@@ -277,11 +280,8 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
         for count in 4, 500, 1500:  # each length of a strip
             rows = torch.zeros(count, 3 * heads * D, dtype=dtype)
             convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))
-        q, k, v = x.qkv.unflatten(-1, (3, heads, D))[None].unbind(2)
-        kda_prefill(
-            q, k, v, x.f.view(out.shape), x.beta[None], pool, state_indices=slots, out=out,
-            cu_seqlens=torch.tensor([0, 70, 71], dtype=torch.int32), **p.gate,
-        )  # fmt: skip
+        for ends in PROMPTS:
+            run_prompts(heads, dtype, pool, p, ends)
         if tokens == 1:
             return
         offsets, one = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
@@ -291,3 +291,16 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
         core.recur_drafts(x.qkv, x, p, pool, columns, offsets, one, out)
         if updates is not None:
             kda_commit(pool, updates, one, state_indices=slots, update_indices=core.rows)
+
+
+def run_prompts(heads: int, dtype: torch.dtype, pool: Tensor, p: Parameters, ends: tuple[int, ...]) -> None:
+    """Run prompts of zeros that end after so many tokens, the first ones in slots 1 and 2, the others in none."""
+    T, D = ends[-1], p.norm_weight.shape[0]
+    q, k, v = torch.zeros(1, T, 3, heads, D, dtype=dtype).unbind(2)
+    slots = torch.full((len(ends),), NO_SLOT, dtype=torch.int32)
+    slots[:2] = torch.arange(1, 3)[: len(ends)]
+    kda_prefill(
+        q, k, v, torch.zeros_like(v), torch.zeros(1, T, heads, dtype=dtype), pool, state_indices=slots,
+        out=torch.empty_like(v, memory_format=torch.contiguous_format),
+        cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32), **p.gate,
+    )  # fmt: skip
