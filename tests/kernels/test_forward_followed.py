@@ -136,7 +136,7 @@ def test_calls_that_nobody_follows(more: dict[str, Any]) -> None:
     assert costs.splits_with_followers(work._replace(**more), 132) == []
 
 
-# B, T, H -> ms of one H200, see docs/internals/studies/2026-11-25-few-heads.md
+# B, T, H -> ms of one H200, most of the version "S in halves" of docs/internals/studies/2026-11-25-few-heads.md
 TIMES = {
     (1, 2048, 8): 0.0500, (1, 4096, 8): 0.0720, (1, 16384, 8): 0.2131, (2, 8192, 4): 0.1204, (1, 65536, 8): 0.757,
     (1, 8192, 1): 0.1181, (1, 8192, 4): 0.1180, (1, 8192, 8): 0.1179, (1, 8192, 10): 0.1230, (1, 8192, 11): 0.1264,
@@ -147,4 +147,4 @@ TIMES = {
 @pytest.mark.parametrize(("shape", "ms"), TIMES.items(), ids=str)
 def test_expected_times(shape: tuple[int, int, int], ms: float) -> None:
     (us, _), *_ = sorted(costs.splits_with_followers(costs.Work.of(signature(*shape)), 132))
-    assert abs(us / 1000 / ms - 1) < 0.04
+    assert abs(us / 1000 / ms - 1) < 0.03

@@ -364,7 +364,7 @@ def aligned_inputs(x: Inputs) -> Inputs:
 
 
 def unpacked_if_one(x: AnyInputs) -> AnyInputs:
-    """`x`, without offsets if they are 0 and T: for sequences of one length the same bits take less time."""
+    """Return `x` without offsets if it is one packed sequence: the forms for one length are faster."""
     one = x.cu_seqlens is not None and x.cu_seqlens.shape[0] == 2
     return x._replace(cu_seqlens=None) if one else x
 

@@ -2,14 +2,14 @@
 #pragma once
 #include "scan_columns.cuh"
 
-// Copies chunks of a CTA, `count` so far, and tells when they have arrived; lane 0 knows whom: the counters of the chunks in
-// shared memory, the oldest first.
+// Copies a CTA's chunks, `count` so far, and counts each as arrived when its copy has completed. `counters`, of lane 0, are
+// those of the chunks in shared memory, oldest first.
 template <class Shared> struct Copies {
     u32 count = 0;
     u32* counters[Shared::STAGES];
 
-    // Copy chunk `in_group` of a CTA group, unless chunks are kept `from` a ring, when it is prepared and its stage is free.
-    // `ready` is the number of chunks of the group known to be prepared; return the new number.
+    // Copy chunk `in_group` of a CTA group when it is prepared and its stage is free, from the ring or, if chunks are kept,
+    // `from` its row. `ready` is the number of chunks of the group known to be prepared; return the new number.
     DEVICE u32 start(Lane lane, const ForwardParams& p, const Shared& shared, Stage from, int group, u32 in_group,
                      u32 ready) {
         if (ready <= in_group) ready = wait_for_chunks(lane, p, group, in_group);
@@ -23,7 +23,8 @@ template <class Shared> struct Copies {
                 expect(shared, part, count);
                 fetch(from, shared, part, count);
             }
-            if (!KEEPS && count >= Shared::STAGES) red_add(counters[0], 1);  // last: the next fence waits for it
+            if (!KEEPS && count >= Shared::STAGES)
+                red_add(counters[0], 1);  // after the copies, as the next fence waits for it
             for (u32 i = 1; i < Shared::STAGES; i++) counters[i - 1] = counters[i];
             if (!KEEPS) counters[Shared::STAGES - 1] = arrived(p, group, in_group);
         }

@@ -6,9 +6,9 @@
 //
 // Where sequences are cut into segments, a sequence's last one is not scanned: its chunks are prepared after all others.
 //
-// With STRETCH each of these groups has one tile, and leads: it scans the state alone, which takes less time a chunk, and hands
-// it over at the start of every stretch of chunks. p.followers groups, which come next, take stretches in the order in which
-// they are led, and scan them for their outputs.
+// With STRETCH each of these groups has one tile and leads: it scans the state without outputs, in less time for each chunk, and
+// hands it over at the start of every STRETCH chunks. p.followers groups come next. They take these stretches in turn, and
+// scan them again for the outputs.
 #pragma once
 #include "pooled.cuh"
 
@@ -91,7 +91,8 @@ struct PlainTiles {
     DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, scanned_tile(p, index)); }
     // Index of the tile's state.
     DEVICE i64 state(const ForwardParams&) const { return index; }
-    // Whose ring has the chunks, if that changes, and the index there of a chunk of the tile, chunk `count` of this CTA.
+    // The group whose ring holds the chunks, whether the next tile's is another, and the index in that group of a chunk of the
+    // tile that is chunk `count` of this CTA.
     DEVICE int group(const ForwardParams& p) const { return scanning_group(p); }
     static DEVICE constexpr bool changes_group() { return false; }
     static DEVICE u32 in_group(u32, u32 count) { return count; }

@@ -171,27 +171,41 @@ template <class Shared> DEVICE void release(Lane lane, const Shared& shared, int
     release_at(lane, shared.empty(part, at.stage), at.count + Shared::STAGES);
 }
 
+// Operands of a chunk in shared memory: Kg, T', and Kr, MN-major.
+struct ChunkOperands {
+    Operand rows, T, Kr;
+
+    explicit DEVICE ChunkOperands(const Stage& stage)
+        : rows(operand(stage.base, K * 16)),
+          T(operand(stage.T(), CHUNK * 16)),
+          Kr(mn_major_operand(stage.Kr(), K * 16)) {}
+};
+
 // What a warp has at a chunk's start.
-struct Carried {
+template <class State> struct Carried {
     State state;
     Channels S;    // the state, rounded
     Tokens v;      // then v - R
     Decays gamma;  // of the chunk
+
+    // Load what is in shared memory.
+    template <class Shared> DEVICE void load(Lane lane, const Shared& shared, const Place<Shared>& at) {
+        if (has_values()) load_values(lane, v, shared, at.count);
+        else zero(v);
+        gamma.load(lane, shared.stage(at.stage).gamma());
+    }
 };
 
-// Wait for a chunk and its v, and load what is in shared memory.
-template <class Shared>
-DEVICE void enter(Lane lane, Carried& x, const Shared& shared, const Place<Shared>& at, bool is_there) {
+// Wait for a chunk and its v, and load them.
+DEVICE void enter(Lane lane, Carried<State>& x, const ScanShared& shared, const Place<ScanShared>& at, bool is_there) {
     if (!is_there) mbarrier_wait(shared.full(at.stage), at.phase);
-    if (has_values()) load_values(lane, x.v, shared, at.count);
-    else zero(x.v);
-    x.gamma.load(lane, shared.stage(at.stage).gamma());
+    x.load(lane, shared, at);
 }
 
 // E = V', rounded, from W = R, whose MMAs are done; W and v are overwritten. The next MMA may follow. Return whether the
 // next chunk and its v have arrived.
-template <class Shared> DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T,
-                                                   const Shared& shared, const Place<Shared>& next) {
+DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, const ScanShared& shared,
+                           const Place<ScanShared>& next) {
     fence_operand(W);
     subtract(v, W);
     wgmma_fence();
@@ -275,13 +289,11 @@ DEVICE void end_tile(Lane lane, State& state, const ForwardParams& p, const Tile
 DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     constexpr int STEPS = K / 16;
     const int column = slice() * BV + 16 * lane.warp;
-    const Operand first_rows = operand(shared.stage(0).base, K * 16);
-    const Operand first_T = operand(shared.stage(0).T(), CHUNK * 16);
-    const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
+    const ChunkOperands first(shared.stage(0));
     Place<ScanShared> at = {0, 0, 0};
     Tiles tiles;
     tiles.start(p, scanning_group(p));
-    Carried x;
+    Carried<State> x;
     const u32 all = SAVES ? *shared.chunks() : 0;
     if (SAVES && all > 0) enter(lane, x, shared, at, false), signal(lane, shared.moved(0));
     for (; tiles.valid(p); tiles.skip(p)) {
@@ -297,7 +309,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
         if constexpr (CHECKPOINTS || POOLED) checkpoints.start(lane, p, tiles, tile, column);
         for (int left = chunks; left > 0; left--) {
             const Place<ScanShared> next = at.next();
-            const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
+            const Operand rows = operand_at(first.rows, at.bytes()), T = operand_at(first.T, at.bytes());
             Sums<CHUNK> W, O;  // R, then V'; outputs
             Tokens E;          // V', rounded
             fence_operand(x.state.S);
@@ -309,7 +321,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             multiply_rows<STEPS, 0, STEPS, true>(O, x.S, operand_at(rows, AT_QG));
             wgmma_wait<1>();
             const bool next_there = compute_errors(E, W, x.v, T, shared, next);
-            multiply_tokens<K>(x.state.S, E, operand_at(first_Kr, at.bytes()));
+            multiply_tokens<K>(x.state.S, E, operand_at(first.Kr, at.bytes()));
             multiply_rows<4>(O, E, operand_at(T, AT_AQK - AT_T));
             release(lane, shared, ERRORS, at);
             wgmma_wait<1>();

@@ -9,7 +9,7 @@
 // SAVES (1: save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each
 // sequence, rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see two_roles.cu), with that
 // PACKED (1: sequences have any lengths), CHECKPOINTS (1: store the state after each whole chunk) and STRETCH (chunks after
-// which CTAs that scan states alone hand them to CTAs that follow with the outputs, see roles.cuh; 0: every one scans both).
+// which CTAs that scan states alone hand them to CTAs that follow with the outputs, see roles.cuh; 0: every CTA does both).
 // If CLUSTER is 0, each CTA prepares all chunks for itself.
 #ifndef BLOCK_ROLES
 #define BLOCK_ROLES 0

@@ -21,18 +21,18 @@ DEVICE void give_state(Lane lane, HalvedState& state, const ForwardParams& p, u3
     state.give(lane, handed_state(p, scanning_group(p), before) + state_at(0, column));
 }
 
-// Have it told.
+// Let the publishing warp know.
 DEVICE void hand_over(Lane lane, const StateShared& shared, u32 before) {
     if (before > 0) mbarrier_wait(shared.state_taken(), before - 1 & 1);
     signal(lane, shared.state_there());
 }
 
-// The warp that tells of them, so that no scanning warp waits until they are visible.
-DEVICE void tell_states(Lane lane, const ForwardParams& p, const StateShared& shared) {
+// The publishing warp: a release waits until 32 KB of stores are visible, longer than a chunk takes.
+DEVICE void publish_states(Lane lane, const ForwardParams& p, const StateShared& shared) {
     PlainTiles tiles;
     tiles.start(p, scanning_group(p));
-    for (u32 told = 0; told <= tiles.end / STRETCH; told++) {
-        mbarrier_wait(shared.state_there(), told & 1);
+    for (u32 n = 0; n <= tiles.end / STRETCH; n++) {
+        mbarrier_wait(shared.state_there(), n & 1);
         if (lane.id == 0) red_add_release(handed(p, scanning_group(p), slice()), WARPS);
         signal(lane, shared.state_taken());
     }
@@ -47,37 +47,19 @@ DEVICE void round_half(Channels& to, int half, Sums<K / 2>& x) {
         to[half * (K / 32) + i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
 }
 
-// What a warp has at a chunk's start.
-struct Scanned {
-    HalvedState state;
-    Channels S;     // the state, rounded
+// What a warp has at a chunk's start, where R has been computed.
+struct Scanned : Carried<HalvedState> {
     Sums<CHUNK> W;  // R, then V'
-    Tokens v;       // then v - R
-    Decays gamma;
-
-    DEVICE void load(Lane lane, const StateShared& shared, const Place<StateShared>& at) {
-        if (has_values()) load_values(lane, v, shared, at.count);
-        else zero(v);
-        gamma.load(lane, shared.stage(at.stage).gamma());
-    }
 };
 
-struct StateOperands {
-    Operand rows, T, Kr;  // of the first stage
-
-    explicit DEVICE StateOperands(const StateShared& shared)
-        : rows(operand(shared.stage(0).base, K * 16)),
-          T(operand(shared.stage(0).T(), CHUNK * 16)),
-          Kr(mn_major_operand(shared.stage(0).Kr(), K * 16)) {}
-};
-
-// R of the next chunk follows a half of S as soon as that is there. No MMA is in flight where the loop over chunks closes.
+// Start R of the next chunk with the first half of S, while the second half is computed. No MMA is in flight where the loop
+// over chunks closes: ptxas would serialise all of them.
 template <bool is_last> DEVICE void scan_chunk(Lane lane, const ForwardParams& p, const StateShared& shared,
-                                               const StateOperands& first, Scanned& x, const Place<StateShared>& at,
+                                               const ChunkOperands& first, Scanned& x, const Place<StateShared>& at,
                                                int left, int column) {
     constexpr int STEPS = K / 16, HALF = STEPS / 2;
     const Place<StateShared> next = at.next();
-    const Operand rows = operand_at(first.rows, next.bytes()), Kr = operand_at(first.Kr, at.bytes());
+    const Operand next_rows = operand_at(first.rows, next.bytes()), Kr = operand_at(first.Kr, at.bytes());
     Tokens E;  // V', rounded
     subtract(x.v, x.W);
     fence_operand(x.state.low), fence_operand(x.state.high);
@@ -100,11 +82,11 @@ template <bool is_last> DEVICE void scan_chunk(Lane lane, const ForwardParams& p
     if constexpr (!is_last) {
         if (!next_there) mbarrier_wait(shared.full(next.stage), next.phase);
         wgmma_fence();
-        multiply_rows<STEPS, 0, HALF, true>(x.W, x.S, rows);
+        multiply_rows<STEPS, 0, HALF, true>(x.W, x.S, next_rows);
         wgmma_wait<1>();
         round_half(x.S, 1, x.state.high);
         wgmma_fence();
-        multiply_rows<STEPS, HALF, STEPS>(x.W, x.S, rows);
+        multiply_rows<STEPS, HALF, STEPS>(x.W, x.S, next_rows);
     } else {
         wgmma_wait<0>();
         fence_operand(x.state.high);
@@ -121,7 +103,7 @@ template <bool is_last> DEVICE void scan_chunk(Lane lane, const ForwardParams& p
 }
 
 DEVICE void scan_states(Lane lane, const ForwardParams& p, const StateShared& shared) {
-    const StateOperands first(shared);
+    const ChunkOperands first(shared.stage(0));
     const int column = slice() * BV + 16 * lane.warp;
     Place<StateShared> at = {0, 0, 0};
     PlainTiles tiles;

@@ -6,8 +6,8 @@
 // stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
 // (scan_columns.cuh). All blocks must be resident, as they wait for each other.
 //
-// With STRETCH these groups lead: they scan states alone, as a chain of chunks with outputs takes 1.4 times as long, and up to
-// twice as many groups follow with the outputs (roles.cuh, state_columns.cuh).
+// With STRETCH, for few heads, these groups lead: they scan the state without outputs, since a chunk with outputs takes 1.4
+// times as long. Up to twice as many groups follow and compute the outputs (roles.cuh, state_columns.cuh).
 //
 // With SAVES every chunk has a row of its own in global memory instead, and the scan also saves V' and the state at each
 // chunk's start (saved_columns.cuh).
@@ -44,7 +44,7 @@ DEVICE void hold(Lane& lane) {
     lane = {int(thread / 32), int(thread % 32)};
 }
 
-// A block that scans states alone, or states and outputs.
+// True in a block that scans states without outputs.
 DEVICE bool scans_states(const ForwardParams& p) { return SEGMENTS == TRANSITIONS || is_leading(p); }
 
 DEVICE void scan_block(Lane lane, const ForwardParams& p) {
@@ -78,7 +78,7 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
             store_states(lane, p, shared);
 #endif
 #if STRETCH
-            if (alone) tell_states(lane, p, of_states);
+            if (alone) publish_states(lane, p, of_states);
 #endif
         }
     }
