@@ -249,8 +249,8 @@ def convolve(x: Tensor, weight: Tensor, pool: Tensor, slots: Tensor, offsets: Te
     return y[0]
 
 
-# Where the sequences of prompts end that take different kernels: short and long, alone and beside others, and so many
-# that those with chunks are listed. Of up to 4,096 tokens, as they take the memory of a step.
+# Ends of the packed sequences of each warm-up prompt. Together they select every kernel that 1 to 64 sequences of up to
+# 8,192 tokens in all select. None has more than 4,096 tokens, since activations take memory beside vLLM's cache.
 PROMPTS = (71,), (70, 71), (2048,), *(tuple(4096 * (n + 1) // N for n in range(N)) for N in (1, 2, 5, 16, 64))
 _warm: set[Any] = set()
 
@@ -274,9 +274,9 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
         core, pool = Core(heads, D, None, None, updates), torch.zeros(3, heads, D, D, dtype=state.dtype)
         conv = torch.zeros(3, taps - 1, 3 * heads * D, dtype=dtype).mT
         sizes = 3 * heads * D, heads * D, heads * D, heads
-        x = Tokens(*(torch.zeros(71, size, dtype=dtype) for size in sizes))
-        slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 71, heads, D, dtype=dtype)
-        core.decode(slots, x.first(2), p, conv, pool, out[:, :2])
+        x = Tokens(*(torch.zeros(2, size, dtype=dtype) for size in sizes))
+        slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 2, heads, D, dtype=dtype)
+        core.decode(slots, x, p, conv, pool, out)
         for count in 4, 500, 1500:  # each length of a strip
             rows = torch.zeros(count, 3 * heads * D, dtype=dtype)
             convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))
@@ -294,7 +294,15 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
 
 
 def run_prompts(heads: int, dtype: torch.dtype, pool: Tensor, p: Parameters, ends: tuple[int, ...]) -> None:
-    """Run prompts of zeros that end after so many tokens, the first ones in slots 1 and 2, the others in none."""
+    """Run packed sequences of zeros: the first two in slots 1 and 2, the others without a slot.
+
+    Args:
+        heads: H, of the layer on this rank.
+        dtype: of the activations.
+        pool: [3, H, D, D], states, updated in place; nothing reads or writes slot 0.
+        p: parameters of the layer.
+        ends: of the sequences, in tokens, ascending.
+    """
     T, D = ends[-1], p.norm_weight.shape[0]
     q, k, v = torch.zeros(1, T, 3, heads, D, dtype=dtype).unbind(2)
     slots = torch.full((len(ends),), NO_SLOT, dtype=torch.int32)
