@@ -1,7 +1,9 @@
 // The library of one kernel: KERNEL_SOURCE and KERNEL_ENTRY name it.
-#include KERNEL_SOURCE
+#include "scheduler.hpp"  // first, as only the first header can be a compiled one
 
-#include "scheduler.hpp"
+#include "kernel.h"  // what the kernel is compiled with
+
+#include KERNEL_SOURCE
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -10,7 +12,7 @@ static decltype(only_argument(KERNEL_ENTRY)) kernel_params;
 
 // What failed, or null.
 EXPORTED const char* launch(const void* params, size_t bytes, u32 grid_x, u32 grid_y, u32 grid_z, u32 threads,
-                            u32 cluster, u32 resident, u32 shared_bytes, u64 seed) {
+                            u32 cluster, u32 resident, u32 shared_bytes, u64 seed, emulator::GuardedMemory* stacks) {
     emulator::machine.message[0] = 0;
     if (bytes != sizeof kernel_params) {
         emulator::report("got %zu bytes of parameters; expected %zu", bytes, sizeof kernel_params);
@@ -18,7 +20,7 @@ EXPORTED const char* launch(const void* params, size_t bytes, u32 grid_x, u32 gr
     }
     memcpy(&kernel_params, params, bytes);
     const auto kernel = [] { KERNEL_ENTRY(kernel_params); };
-    return emulator::launch(kernel, {grid_x, grid_y, grid_z}, threads, cluster, resident, shared_bytes, seed);
+    return emulator::launch(kernel, {grid_x, grid_y, grid_z}, threads, cluster, resident, shared_bytes, seed, stacks);
 }
 
 // Where in this library the last launch trapped, or 0.

@@ -166,11 +166,18 @@ struct GuardedMemory {
             if (bytes && mprotect(end(i) - bytes, bytes, PROT_READ | PROT_WRITE)) return false;
         return true;
     }
+    // Keep what is mapped already: to touch fresh pages would take as long as a short kernel.
+    bool reserve(size_t least, size_t item_bytes) {
+        if (base && count >= least) return true;
+        unmap();
+        return map(least, item_bytes);
+    }
     void unmap() {
         if (base) munmap(base, whole());
         base = nullptr;
     }
 };
+static_assert(sizeof(GuardedMemory) == 24, "as __init__.py has it");
 
 struct Machine {
     uint3 grid;
@@ -186,7 +193,7 @@ struct Machine {
     std::vector<Block> blocks;
     std::vector<Warp*> awake, asleep;  // of the warps that are ready
     std::vector<BulkCopy> bulk_copies;
-    GuardedMemory stacks, shared;
+    GuardedMemory shared, *stacks;  // stacks: one for all libraries of the process, for at least as many lanes
     u32 shared_capacity;  // shared_bytes, rounded up to what shared_memory() is aligned to
     jmp_buf give_up;
     char message[1 << 14];

@@ -70,7 +70,7 @@ struct Order {
     RegisterStamp* registers = nullptr;
     SharedClocks joined[3], fenced[2][2];  // last results, followed by their arguments: of join; by space, of a fence
 
-    size_t register_bytes() const { return machine.stacks.whole() * 2; }
+    size_t register_bytes() const { return machine.stacks->whole() * 2; }
 };
 static Order order;
 
@@ -360,7 +360,7 @@ UNCHECKED inline void finish_reading(const Lane& lane, const void* p, u32 bytes)
 // ---------------------------------------------------------------- registers
 
 UNCHECKED inline RegisterStamp* register_stamp(const void* p) {
-    return order.registers + (static_cast<const unsigned char*>(p) - machine.stacks.base) / 4;
+    return order.registers + (static_cast<const unsigned char*>(p) - machine.stacks->base) / 4;
 }
 
 UNCHECKED inline void fence_registers(Lane& lane) {
@@ -419,8 +419,8 @@ UNCHECKED inline void access_register(const void* p, u32 bytes, bool writes) {
 UNCHECKED inline void on_access(const void* p, u32 bytes, bool writes, const void* where) {
     if (!in_kernel) return;
     in_kernel = false;
-    const u64 address = reinterpret_cast<u64>(p), on_stacks = address - reinterpret_cast<u64>(machine.stacks.base);
-    if (on_stacks < machine.stacks.whole()) access_register(p, bytes, writes);
+    const u64 address = reinterpret_cast<u64>(p), on_stacks = address - reinterpret_cast<u64>(machine.stacks->base);
+    if (on_stacks < machine.stacks->whole()) access_register(p, bytes, writes);
     else if (writes) on_write(*current, address, bytes, where);
     else on_read(*current, address, bytes, where);
     in_kernel = true;

@@ -95,7 +95,7 @@ inline void start_block(u32 number, uint3 index) {
         Warp& warp = block.warps[t / 32];
         if (t % 32 == 0) warp = {&block, t / 32, all_lanes, 0, 0, nullptr, &lane, 0, {}, {}};
         // Stack tops differ modulo a page, or 32 lanes would compete for the same lines of the cache.
-        const auto top = reinterpret_cast<void**>(machine.stacks.end(lane_number) - t % 32 * 128);
+        const auto top = reinterpret_cast<void**>(machine.stacks->end(lane_number) - t % 32 * 128);
         top[-2] = reinterpret_cast<void*>(run_lane);  // where switch_stack returns to, below it six registers
         const u32 clock = lane.order.clock;  // of the lane's number in an earlier block
         lane = {top - 8, &warp, {t, 0, 0}, "start", {}, {"", 0}, nullptr, nullptr, {}, 0, {}, false, {}};
@@ -176,7 +176,7 @@ inline void prepare_machine(u32 block_count) {
     machine.lanes.clear();
     machine.lanes.resize(block_count * machine.threads);
     machine.shared_capacity = (machine.shared_bytes + 1023) / 1024 * 1024;
-    if (machine.stacks.map(machine.lanes.size(), stack_bytes) &&
+    if (machine.stacks->reserve(machine.lanes.size(), stack_bytes) &&
         machine.shared.map(block_count, (machine.shared_capacity + page - 1) / page * page))
         return reset_order(block_count);
     report("no memory for %zu threads", machine.lanes.size());
@@ -209,7 +209,7 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
     else {
         const auto address = static_cast<unsigned char*>(info->si_addr);
         const i64 offset = address - current->warp->block->shared;
-        const i64 below = machine.stacks.end(current - machine.lanes.data()) - stack_bytes - address;
+        const i64 below = machine.stacks->end(current - machine.lanes.data()) - stack_bytes - address;
         report("invalid access to %p", static_cast<void*>(address));
         if (offset >= -i64(page) && offset < i64(machine.shared_capacity + page))
             report(", byte %lld of %u bytes of shared memory", offset, machine.shared_bytes);
@@ -222,8 +222,9 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
 
 // Runs the grid; what failed, or null. The message is empty before.
 inline const char* launch(void (*kernel)(), uint3 grid, u32 threads, u32 cluster, u32 resident, u32 shared_bytes,
-                          u64 seed) {
+                          u64 seed, GuardedMemory* stacks) {
     machine.kernel = kernel;
+    machine.stacks = stacks;
     machine.grid = grid;
     machine.threads = threads;
     machine.cluster = cluster;
@@ -250,7 +251,6 @@ inline const char* launch(void (*kernel)(), uint3 grid, u32 threads, u32 cluster
     for (int i = 0; i < 4; ++i) sigaction(signals[i], &previous[i], nullptr);
     sigaltstack(&previous_stack, nullptr);
     end_order();
-    machine.stacks.unmap();
     machine.shared.unmap();
     return machine.message[0] ? machine.message : nullptr;
 }

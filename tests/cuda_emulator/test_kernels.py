@@ -49,8 +49,8 @@ def test_a_failure_says_how_to_replay_it(capsys: pytest.CaptureFixture[str]) -> 
     """The scan forgets fence_proxy_async_shared."""
     read = cuda_emulator._closure
 
-    def forgetful(source: Path) -> dict[str, str]:
-        files = read(source)
+    def forgetful(source: Path, macros: str) -> dict[str, str]:
+        files = read(source, macros)
         return files | {"scan.cuh": files["scan.cuh"].replace("fence_proxy_async_shared();", "")}
 
     arguments = ["forward", *SMALL, "--T", "70", "--order", "--seed=5", "--seeds", "3"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ FAMILIES = [
 Family = tuple[int, int, torch.dtype, str, bool]
 
 
+def rarely_on_sm_103a(cases: list[Any]) -> list[Any]:
+    """Leave all cases but one for sm_103a, which lacks nothing of sm_100a that our sources ask for, to plain pytest."""
+    of_sm_103a = [case for case in cases if "sm_103a" in case.values]
+    more = {id(case) for case in of_sm_103a[1:]}
+    return [pytest.param(*c.values, id=c.id, marks=[pytest.mark.combination] * (id(c) in more)) for c in cases]
+
+
 def chunk_variant(arch: str, family: Family, form: str = "") -> chunk.Variant | None:
     """The one of the arch's variants, if it has it; `form` is "", "saves", "fine" or "pooled"."""
     fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves", "T_fp16", "pooled")
@@ -66,13 +74,13 @@ CHUNKS = [
     for arch in ARCHS
     if (variant := chunk_variant(arch, family, form))
 ]
-on_every_chunk = pytest.mark.parametrize(("variant", "arch"), CHUNKS)
+on_every_chunk = pytest.mark.parametrize(("variant", "arch"), rarely_on_sm_103a(CHUNKS))
 REVERSES = [
     pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.T_fp16}-{arch}")
     for arch in ARCHS
     for variant in reverse.variants(ARCHS[arch])
 ]
-on_every_reverse = pytest.mark.parametrize(("variant", "arch"), REVERSES)
+on_every_reverse = pytest.mark.parametrize(("variant", "arch"), rarely_on_sm_103a(REVERSES))
 STEPS = [
     pytest.param(
         step.variant_for(K, K, dtype, state, busy), id=f"{K}-{str(dtype)[6:]}-{str(state)[6:]}{'-busy' * busy}"
@@ -232,7 +240,7 @@ REVERSE_SEGMENTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "arch"), SEGMENTS)
+@pytest.mark.parametrize(("variant", "arch"), rarely_on_sm_103a(SEGMENTS))
 def test_segments(variant: chunk.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
@@ -256,7 +264,7 @@ def test_transitions(variant: two_roles.Variant, arch: str, fine: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "arch"), REVERSE_SEGMENTS)
+@pytest.mark.parametrize(("variant", "arch"), rarely_on_sm_103a(REVERSE_SEGMENTS))
 def test_reverse_segments(variant: reverse.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
@@ -274,7 +282,7 @@ GRADIENTS = [
     )
     for arch in ARCHS
 ]
-on_all_gradients = pytest.mark.parametrize(("variant", "arch"), GRADIENTS)
+on_all_gradients = pytest.mark.parametrize(("variant", "arch"), rarely_on_sm_103a(GRADIENTS))
 
 
 @pytest.mark.slow
