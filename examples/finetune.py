@@ -16,6 +16,7 @@ the vocabulary is that of bytes.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
             finetune(parse(argv))
         finally:
             if torch.distributed.is_initialized():
+                gc.collect()  # a DDP that outlives its group frees it under the GIL, for which gloo's threads may wait
                 torch.distributed.destroy_process_group()
         return 0
 

@@ -1,20 +1,39 @@
-"""Several processes in tests: two that make one process group, and results for every worker of pytest-xdist."""
+"""Process groups in tests, of two processes or of one, and results for every worker of pytest-xdist."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 SECONDS = 120  # for processes on a busy machine; they take a tenth of it
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """A gloo group of this process alone, which no DDP may outlive.
+
+    The last owner of a group waits for gloo's threads. DDP's reducer does so under the GIL, for which one of them may
+    wait in turn: a loop over such DDPs hangs within 300 rounds (torch 2.13).
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+        gc.collect()
+        assert not any(type(o) is DistributedDataParallel for o in gc.get_objects()), "a DDP outlives its group"
+    finally:
+        dist.destroy_process_group()
 
 
 def run_two(*command: str, cwd: Path | None = None, **environment: str) -> str:

@@ -19,6 +19,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.kda.reference import log_decay, write_strength
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
+from tests.processes import one_process
 
 Arguments = dict[str, Any]
 Bad = tuple[str, Callable[[Arguments], Arguments], type[Exception], str]
@@ -211,9 +212,8 @@ def test_a_bounded_gate_has_a_default_bound(function: Callable) -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """One process that is a mesh."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with one_process():
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("function", [kda, kda_step, biased_attention])

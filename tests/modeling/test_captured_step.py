@@ -20,6 +20,7 @@ from kda_layers.training import CapturedStep
 from tests.kernels.cases import DEVICES
 from tests.modeling import models
 from tests.modeling.taped_graphs import TapedGraphs
+from tests.processes import one_process
 
 VOCAB, WARMUP = 61, 2
 on_cuda = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -597,9 +598,8 @@ def test_a_cpu_is_refused() -> None:
 
 @pytest.fixture
 def _process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with one_process():
+        yield
 
 
 @pytest.mark.usefixtures("_process_group")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
@@ -25,6 +24,7 @@ from kda_layers.modeling.models.loss import SkippedLogits
 from kda_layers.modeling.seams import BaseModelOutputWithPast, CausalLMOutputWithPast
 from tests.kernels.cases import BF16, FP32, FP64, ROUNDOFF, budget, error
 from tests.modeling.models import build, every_model, ids
+from tests.processes import one_process
 
 Results = dict[str, Tensor]
 
@@ -360,28 +360,28 @@ def test_autocast(small_chunks: None) -> None:
     assert not torch.equal(head, head.bfloat16().float())
 
 
-def test_ddp(tmp_path: Path) -> None:
+def test_ddp() -> None:
     """Gradients reach DDP's buckets; the loss can be scaled in place, as Trainer does."""
     m, tokens = build("softplus_tied", FP32).train(), ids(2, 21)
     _, _, want = step(m, tokens, tokens)
     m.zero_grad()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
+
+    def check(parallel: DistributedDataParallel) -> None:
+        m.zero_grad()
+        out = parallel(tokens, labels=tokens, use_cache=False)
+        assert skipped(out)
+        loss = out.loss
+        loss *= 2
+        loss.backward()
+        for name, p in m.named_parameters():
+            torch.testing.assert_close(p.grad, 2 * want[name])
+        m.zero_grad()
+        out = parallel(tokens, labels=tokens, use_cache=False)
+        (out.loss + out.logits.logsumexp(-1).mean()).backward()
+
+    with one_process():
         for options in ({}, dict(find_unused_parameters=True), dict(static_graph=True)):
-            m.zero_grad()
-            parallel = DistributedDataParallel(m, **options)
-            out = parallel(tokens, labels=tokens, use_cache=False)
-            assert skipped(out)
-            loss = out.loss
-            loss *= 2
-            loss.backward()
-            for name, p in m.named_parameters():
-                torch.testing.assert_close(p.grad, 2 * want[name])
-            m.zero_grad()
-            out = parallel(tokens, labels=tokens, use_cache=False)
-            (out.loss + out.logits.logsumexp(-1).mean()).backward()
-    finally:
-        dist.destroy_process_group()
+            check(DistributedDataParallel(m, **options))
 
 
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

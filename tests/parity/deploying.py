@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.parity.calls import Refusal, calls_of
 from tests.parity.subjects import OURS, Subject, assert_close, greedy, logits
 from tests.parity.training import first_loss
+from tests.processes import one_process
 
 call = calls_of("Compiling, exporting, distributing")
 NO_KEYS = Refusal(
@@ -98,16 +96,6 @@ def executorch(on: Subject) -> Any:
 # ---------------------------------------------------------------- processes
 
 
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def loss_and_gradient(m: Any, ids: Tensor) -> tuple[float, Tensor]:
     """Return the loss, and the gradient of the head."""
     loss = m(input_ids=ids, labels=ids).loss
@@ -130,8 +118,9 @@ def ddp(on: Subject) -> Any:
 
     ids = on.tokens()["input_ids"]
     with one_process():
-        m = DistributedDataParallel(on.model().train(), find_unused_parameters=on.name == "kimi")
-        found = loss_and_gradient(m, ids)
+        found = loss_and_gradient(
+            DistributedDataParallel(on.model().train(), find_unused_parameters=on.name == "kimi"), ids
+        )
     expected = loss_and_gradient(on.model().train(), ids)
     assert abs(found[0] - expected[0]) < 1e-4
     assert_close(found[1], expected[1])
