@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
             finetune(parse(argv))
         finally:
             if torch.distributed.is_initialized():
-                gc.collect()  # a DDP that outlives its group frees it under the GIL, for which gloo's threads may wait
+                gc.collect()  # free DDP before its group: the reverse order can deadlock gloo's threads on the GIL
                 torch.distributed.destroy_process_group()
         return 0
 

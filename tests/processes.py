@@ -24,14 +24,15 @@ SECONDS = 120  # for processes on a busy machine; they take a tenth of it
 def one_process() -> Iterator[None]:
     """A gloo group of this process alone, which no DDP may outlive.
 
-    The last owner of a group waits for gloo's threads. DDP's reducer does so under the GIL, for which one of them may
-    wait in turn: a loop over such DDPs hangs within 300 rounds (torch 2.13).
+    The last owner of a group joins gloo's threads. DDP's reducer does so with the GIL held, and a thread that waits for
+    the GIL never ends: a loop that frees DDPs after their groups hangs within 300 iterations (torch 2.13).
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
         gc.collect()
-        assert not any(type(o) is DistributedDataParallel for o in gc.get_objects()), "a DDP outlives its group"
+        alive = any(type(o) is DistributedDataParallel for o in gc.get_objects())
+        assert not alive, "a DDP outlives its group: free it in the context"
     finally:
         dist.destroy_process_group()
 

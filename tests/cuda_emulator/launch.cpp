@@ -1,7 +1,7 @@
 // The library of one kernel: KERNEL_SOURCE and KERNEL_ENTRY name it.
-#include "scheduler.hpp"  // first, as only the first header can be a compiled one
+#include "scheduler.hpp"  // g++ accepts only the first header precompiled
 
-#include "kernel.h"  // what the kernel is compiled with
+#include "kernel.h"  // the kernel's macros
 
 #include KERNEL_SOURCE
 

@@ -166,9 +166,9 @@ struct GuardedMemory {
             if (bytes && mprotect(end(i) - bytes, bytes, PROT_READ | PROT_WRITE)) return false;
         return true;
     }
-    // Keep what is mapped already: to touch fresh pages would take as long as a short kernel.
+    // Keep an existing mapping: page faults of a new one would take more than a third of a launch.
     bool reserve(size_t least, size_t item_bytes) {
-        if (base && count >= least) return true;
+        if (base && count >= least && bytes == item_bytes) return true;
         unmap();
         return map(least, item_bytes);
     }

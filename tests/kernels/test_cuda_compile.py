@@ -49,7 +49,7 @@ Family = tuple[int, int, torch.dtype, str, bool]
 
 
 def rarely_on_sm_103a(cases: list[Any]) -> list[Any]:
-    """Leave all cases but one for sm_103a, which lacks nothing of sm_100a that our sources ask for, to plain pytest."""
+    """Mark all cases for sm_103a but one as combinations: our sources use the same instructions there as on sm_100a."""
     of_sm_103a = [case for case in cases if "sm_103a" in case.values]
     more = {id(case) for case in of_sm_103a[1:]}
     return [pytest.param(*c.values, id=c.id, marks=[pytest.mark.combination] * (id(c) in more)) for c in cases]
