@@ -431,12 +431,14 @@ inline void write_counter(u32* counter, u32 value) {
     maybe_interrupt();
 }
 
-inline void add_to_counter(u32* counter, u32 more, bool releases) {  // no other lane runs in between
+inline u32 add_to_counter(u32* counter, u32 more, bool releases) {  // no other lane runs in between
     if (releases) release_to_counter(counter);
     else add_relaxed(counter);
+    const u32 before = *counter;
     *counter += more;
     machine.idle_polls = 0;
     maybe_interrupt();
+    return before;
 }
 
 inline u32 read_counter(const u32* counter) {  // who reads one waits for another value: let others run first

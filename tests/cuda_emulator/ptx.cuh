@@ -367,6 +367,10 @@ DEVICE void red_add(u32* counter, u32 more, CALLED_HERE) {
     emulator::begin("red_add(%d)", site, more);
     emulator::add_to_counter(counter, more, false);
 }
+DEVICE u32 atomic_add(u32* counter, u32 more, CALLED_HERE) {
+    emulator::begin("atomic_add(%d)", site, more);
+    return emulator::add_to_counter(counter, more, false);
+}
 DEVICE void write_counter(u32* counter, u32 value, CALLED_HERE) {
     emulator::begin("write_counter(%d)", site, value);
     emulator::write_counter(counter, value);

@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     store_once(p.out + 132, load_once<uint4>(p.out + 128));
     red_add_release(p.out, word);
     red_add(p.out, word);
+    word += atomic_add(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));
     word += opt_barrier(word) + broadcast(word) + select_bytes(word, 7, 0x7540);

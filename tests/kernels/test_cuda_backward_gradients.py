@@ -95,9 +95,11 @@ def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> Left:
         return out
 
     errors = torch.stack(all_errors).view(B, T, HV, V)
+    scanned = torch.tensor([-(-(last - first) // CHUNK) for _, first, last in spans], dtype=torch.int32)
+    counters = scanned[:, None, None].repeat(1, HV, V // 64), torch.zeros(1, dtype=torch.int32)
     with torch.no_grad():
         saved = Saved(torch.empty(0), emulated.swizzled(by_chunk(starts)), errors.to(dtype))
-        return Left(saved, Scanned(d_v.to(dtype), by_chunk(d_ends), None), d_o)
+        return Left(saved, Scanned(d_v.to(dtype), by_chunk(d_ends), None, *counters), d_o)
 
 
 def gradients(x: Inputs, left: Left, processors: int = 3, **launch: Any) -> dict[str, Tensor]:

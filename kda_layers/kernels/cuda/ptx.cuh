@@ -321,6 +321,11 @@ DEVICE void red_add_release(u32* counter, u32 more) {
 DEVICE void red_add(u32* counter, u32 more) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(more) : "memory");
 }
+DEVICE u32 atomic_add(u32* counter, u32 more) {  // what it was before
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(more) : "memory");
+    return before;
+}
 DEVICE void write_counter(u32* counter, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
 }

@@ -16,7 +16,8 @@ struct Shared : Inputs {
     static constexpr int AT_BETAS = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
     static constexpr int AT_TILES = AT_BETAS + CHUNK * 8;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
-    static constexpr int AT_RATES = AT_FINDER + sizeof(ChunkFinder);
+    static constexpr int AT_TAKEN = AT_FINDER + sizeof(ChunkFinder);
+    static constexpr int AT_RATES = AT_TAKEN + 8;
     static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
     static constexpr int BYTES = AT_BIAS + K * 4;
 
@@ -67,4 +68,5 @@ struct Shared : Inputs {
     DEVICE WorkTile& tile() const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[0]; }
     DEVICE WorkTile& next() const { return (&tile())[1]; }
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
+    DEVICE int& taken() const { return *reinterpret_cast<int*>(base + AT_TAKEN); }  // the work tile after the next
 };

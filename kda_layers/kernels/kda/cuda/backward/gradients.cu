@@ -4,6 +4,10 @@
 // A CTA processes chunks of one key head, and for each the value heads of its group, whose gradients of q and k it
 // sums. A warp has 16 channels of half of the tokens, so that decays and sums over 16 tokens stay within it. The next
 // work tile's operands are copied while this one is computed.
+//
+// Begins beside the reverse scan, where that leaves multiprocessors idle: a CTA takes work tiles in the order in which the scan
+// leaves their chunks, one more whenever it begins one, and waits for each. The scan's blocks all run before this kernel
+// begins, so none of its own can keep them from running.
 #if HEAD_GATES
 #include "head_chunk.cuh"
 #else
@@ -21,11 +25,25 @@ DEVICE void store_keys(Place place, const GradientsParams& p, const Shared& shar
     }
 }
 
+// Wait until the reverse scan has left a work tile's inputs; by one warp.
+DEVICE void wait_for_scan(Lane lane, const GradientsParams& p, const WorkTile& tile) {
+    constexpr int SLICES = V / 64;  // CTAs that scan a head
+    if (!p.scanned || !tile.valid()) return;
+    const u32* scanned = p.scanned + (tile.chunk.sequence * p.HV + tile.head(p)) * SLICES + lane.id % SLICES;
+    while (int(read_counter(scanned)) <= tile.chunk.behind) back_off();
+    fence_gpu();
+    warp_sync();
+}
+
 // Find the next work tile; by one warp.
 DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared) {
     ChunkFinder finder = shared.finder();
+    const WorkTile tile = shared.tile();
+    const int taken = shared.taken();
     warp_sync();  // all lanes have read what all of them write
-    shared.next() = shared.tile().next(lane, p, finder), shared.finder() = finder;
+    const WorkTile next = tile.last(p) ? WorkTile::of(lane, p, taken, finder) : tile.of_next_head();
+    shared.next() = next, shared.finder() = finder;
+    wait_for_scan(lane, p, next);
 }
 
 // Store a work tile, go on to the next one, and copy its tokens: what a thread copies replaces what it has stored.
@@ -44,7 +62,11 @@ DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
     if (has_gates) logits.load(lane, p, next);
 #endif
     block_sync();
-    if (threadIdx.x == 0) shared.tile() = next;
+    int taken;
+    if (threadIdx.x == 0) {
+        if (next.first()) taken = atomic_add(p.taken, 1);
+        shared.tile() = next;
+    }
     if (has_betas) {
         finish_betas(lane, p, shared, tile, b);
         warp_sync();
@@ -59,6 +81,7 @@ DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
     store_keys(place, p, shared, tile);
     if (next.valid()) copy_tokens(place, p, shared, next);
     cp_async_commit();
+    if (threadIdx.x == 0 && next.first()) shared.taken() = taken;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
@@ -66,11 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
     const Shared shared{shared_memory()};
     HalfLane lane = HalfLane::of_thread();
     const WorkTile &tile = shared.tile(), &next = shared.next();
-    wait_for_earlier_kernels();
+    if (!p.scanned) wait_for_earlier_kernels();
     launch_dependents();
     if (threadIdx.x < 32) {
         ChunkFinder finder = {0, 0};
-        shared.tile() = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
+        const int taken = broadcast(lane.id == 0 ? atomic_add(p.taken, 2) : 0);
+        const WorkTile first = WorkTile::of(lane, p, taken, finder);
+        shared.tile() = first, shared.finder() = finder, shared.taken() = taken + 1;
+        wait_for_scan(lane, p, first);
     }
     block_sync();
     if (tile.valid()) {
@@ -96,4 +122,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
         chunk_gradients(lane, p, shared, tile, next);
         finish_tile(p, shared);
     }
+    wait_for_earlier_kernels();  // those after this one wait for it alone
 }

@@ -25,44 +25,53 @@ static_assert(K == V, "states are square");
 
 // ---------------------------------------------------------------- work
 
-// A chunk: its row in per-chunk tensors, its first token among B * T, and how many it has: 0 after the last chunk.
+// A chunk: its row in per-chunk tensors, its first token among B * T, how many it has (0 after the last chunk), its sequence,
+// and how many chunks of that are behind it.
 struct Chunk {
-    int row, first, tokens;
+    int row, first, tokens, sequence, behind;
 };
 
-// Sum over the lanes of a warp.
-DEVICE int warp_sum(int x) {
-    for (int mask = 1; mask < 32; mask *= 2) x += int(shuffle_xor(u32(x), mask));
-    return x;
-}
+// A sequence's first row in per-chunk tensors, first token among B * T, and number of tokens.
+struct Sequence {
+    int row, first, length;
 
-// Finds chunks by row; rows must not decrease from call to call.
+    DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
+    DEVICE Chunk chunk(int sequence, int behind) const {
+        const int at = chunks() - 1 - behind;
+        return {row + at, first + at * CHUNK, min(CHUNK, length - at * CHUNK), sequence, behind};
+    }
+};
+
+// Finds chunks by their place in the order in which the reverse scan leaves them: those of a sequence from the last one on,
+// packed sequences one after the other, others together. Places must not decrease from call to call.
 struct ChunkFinder {
     int sequence, rows;  // packed: the sequences before `sequence` have `rows` chunks
 
-    DEVICE Chunk find(Lane lane, const GradientsParams& p, int row) {  // executed by a full warp
+    DEVICE Chunk find(Lane lane, const GradientsParams& p, int place) {  // executed by a full warp
+        if (place >= p.rows) return {0, 0, 0, 0, 0};
         if (!p.cu_seqlens) {
-            const u32 each = u32(p.T + CHUNK - 1) / CHUNK, sequence = u32(row) / each;
-            const int at = int(row - sequence * each) * CHUNK;
-            return {row, int(sequence) * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
+            const int behind = u32(place) / u32(p.sequences), sequence = place - behind * p.sequences;
+            const int chunks = (p.T + CHUNK - 1) / CHUNK;
+            return Sequence{sequence * chunks, sequence * p.T, p.T}.chunk(sequence, behind);
         }
         for (; sequence < p.sequences; sequence += 32) {  // one sequence per lane
-            int mine = sequence + lane.id, first = 0, length = 0;
-            if (mine < p.sequences) first = offset_of(p, mine), length = offset_of(p, mine + 1) - first;
-            int chunks = (length + CHUNK - 1) / CHUNK, before = rows, all = chunks;
+            const int mine = sequence + lane.id;
+            Sequence x = {rows, 0, 0};
+            if (mine < p.sequences) x.first = offset_of(p, mine), x.length = offset_of(p, mine + 1) - x.first;
+            int all = x.chunks();
             for (int mask = 1; mask < 32; mask *= 2) {
                 int others = int(shuffle_xor(u32(all), mask));
-                if (lane.id & mask) before += others;
+                if (lane.id & mask) x.row += others;
                 all += others;
             }
-            if (row < rows + all) {
-                bool here = row >= before && row < before + chunks;
-                int at = (row - before) * CHUNK;
-                return {row, warp_sum(here ? first + at : 0), warp_sum(here ? min(CHUNK, length - at) : 0)};
+            const int earlier = count_ones(ballot(x.row + x.chunks() <= place));
+            if (earlier < 32) {
+                x = {broadcast(x.row, earlier), broadcast(x.first, earlier), broadcast(x.length, earlier)};
+                return x.chunk(sequence + earlier, place - x.row);
             }
             rows += all;
         }
-        return {row, 0, 0};
+        return {0, 0, 0, 0, 0};
     }
 };
 
@@ -85,10 +94,7 @@ struct WorkTile {
         const Chunk chunk = finder.find(lane, p, int(u32(index) / u32(p.H)));
         return {i64(chunk.first) * p.HV + head, i64(chunk.row) * p.HV + head, index, key_head, 0, chunk};
     }
-    DEVICE WorkTile next(Lane lane, const GradientsParams& p, ChunkFinder& finder) const {
-        if (!last(p)) return {row + 1, chunk_row + 1, index, key_head, of_group + 1, chunk};
-        return of(lane, p, index + int(gridDim.x), finder);
-    }
+    DEVICE WorkTile of_next_head() const { return {row + 1, chunk_row + 1, index, key_head, of_group + 1, chunk}; }
 };
 
 // ---------------------------------------------------------------- shared memory

@@ -15,7 +15,7 @@ from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import CHUNK, Gradients, Inputs
+from ...contract import CHUNK, Gradients, Inputs, state_shape
 from ..spec import TYPES, WIDTHS, Saved, chunk_rows, has_head_gates, loaded, with_those_of_heads
 from .reverse_scan import Scanned
 
@@ -33,6 +33,8 @@ PARAMS = Params("GradientsParams", """
     void *d_g, *d_beta;                    // like g, beta
     float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K] ([rows, HV]): each chunk's sum
     float4* sums;                          // [blocks, 8, THREADS], or null where group is 1
+    const u32* scanned;                    // [sequences, HV, V / 64]: chunks that are scanned; null if all are
+    u32* taken;                            // one: work tiles that blocks have taken
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
     int int64_offsets;                     // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
@@ -78,7 +80,7 @@ class Variant(NamedTuple):
     def shared_bytes(self) -> int:
         """Size in bytes of struct Shared in gradients.cuh."""
         K, warps = self.K, self.K // 16
-        tiles = 2 * 40 + 8
+        tiles = 2 * 48 + 8 + 8
         if self.head_gates:
             inputs = (2 * K * K + 5 * CHUNK * K) * 2
             pairs = 2 * 72 * 256 + (2 * 2 * 4 + 2 * 2) * CHUNK * 4
@@ -121,11 +123,12 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
         pointers = PARAMS.point(
             q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=x.cu_seqlens,
             states=saved.states, d_states=scanned.d_states, errors=saved.errors, d_v=out.v, d_o=d_o, d_q=q, d_k=k,
-            d_g=g, d_beta=beta, d_A_log=A_log, d_dt_bias=dt_bias, sums=sums,
+            d_g=g, d_beta=beta, d_A_log=A_log, d_dt_bias=dt_bias, sums=sums, scanned=scanned.scanned,
+            taken=scanned.taken,
         )  # fmt: skip
         values = PARAMS.set(
-            T=T, H=H, HV=HV, group=HV // H, sequences=0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1,
-            rows=rows, int64_offsets=x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
+            T=T, H=H, HV=HV, group=HV // H, sequences=state_shape(x)[0], rows=rows,
+            int64_offsets=x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
             beta_activation=BETA_CODES[x.beta_activation], beta_fp32=x.beta.dtype == torch.float32,
             qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
         )  # fmt: skip

@@ -19,7 +19,8 @@ struct Shared : Inputs {
     static constexpr int AT_BETAS = AT_TOKENS + 10 * CHUNK * 4;
     static constexpr int AT_TILES = AT_BETAS + CHUNK * 8;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
-    static constexpr int AT_THROUGH = AT_FINDER + sizeof(ChunkFinder);
+    static constexpr int AT_TAKEN = AT_FINDER + sizeof(ChunkFinder);
+    static constexpr int AT_THROUGH = AT_TAKEN + 8;
     static constexpr int BYTES = AT_THROUGH + (WARPS + 2) * 4;
 
     // 8 x 8 block (i, j) of a matrix, and the transpose of block (i, i)
@@ -55,7 +56,8 @@ struct Shared : Inputs {
     DEVICE WorkTile& tile() const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[0]; }
     DEVICE WorkTile& next() const { return (&tile())[1]; }
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
-    DEVICE float* through() const { return floats(AT_THROUGH); }  // parts of <S, dS>, of all warps
-    DEVICE float* A_log() const { return through() + WARPS; }     // the head's, or 0
-    DEVICE float* bias() const { return A_log() + 1; }            // the same
+    DEVICE int& taken() const { return *reinterpret_cast<int*>(base + AT_TAKEN); }  // the work tile after the next
+    DEVICE float* through() const { return floats(AT_THROUGH); }                    // parts of <S, dS>, of all warps
+    DEVICE float* A_log() const { return through() + WARPS; }                       // the head's, or 0
+    DEVICE float* bias() const { return A_log() + 1; }                              // the same
 };

@@ -8,7 +8,7 @@
 // one MMA, rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through
 // shared memory. What a scanning warp issues is what a chunk takes, so in the loop it addresses no global memory: moving
 // warps bring dO' to shared memory and take bX and dS from there, by complete rows of 128 bytes. One more warp copies the
-// chunks.
+// chunks. The gradients kernel runs beside this one, and takes chunks in the order of the scan: a warp tells it of them.
 #include "ReverseScanParams.h"
 #include "columns.cuh"
 #if SEGMENTS
@@ -16,7 +16,9 @@
 #endif
 
 constexpr int STAGES = CLUSTER > 0 ? 3 : 2;         // as many as fit into shared memory
-constexpr int THREADS = 32 * (WARPS + MOVERS + 4);  // one warp of the last four copies chunks
+constexpr int THREADS = 32 * (WARPS + MOVERS + 4);  // of the last four warps one copies chunks, one tells of them
+constexpr bool FOLLOWED = !SEGMENTS;                // by the gradients kernel
+constexpr int TOLD = 4;                             // chunks that it is told of at once
 
 // Registers per thread by role, where the arch has setmaxnreg.
 enum Role { SCAN, MOVE, COPY };
@@ -33,7 +35,7 @@ struct Shared {
     unsigned char* base;
     static constexpr int AT_ROWS = STAGES * STAGE_BYTES, AT_TOKENS = AT_ROWS + ROWS;
     static constexpr int AT_BARRIERS = AT_TOKENS + 2 * TOKENS, MOVES = AT_BARRIERS + 2 * PARTS * STAGES * 8;
-    static constexpr int BYTES = MOVES + 6 * 8;
+    static constexpr int BYTES = MOVES + 8 * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE u64* full(int part, u32 count) const {
@@ -48,12 +50,16 @@ struct Shared {
     DEVICE u64* errors_there(u32 count) const { return outputs_there(count) + 2; }
     DEVICE u64* rows_there() const { return outputs_there(0) + 4; }
     DEVICE u64* rows_taken() const { return outputs_there(0) + 5; }
+    // Between the moving warps and the one that tells of chunks: some are stored; that is noticed.
+    DEVICE u64* stored() const { return outputs_there(0) + 6; }
+    DEVICE u64* noticed() const { return outputs_there(0) + 7; }
 
     static DEVICE constexpr int releases(int) { return WARPS; }  // warps of a CTA that release a part
 
     DEVICE void init_barriers() const {
         init_part_barriers(*this);
-        for (int i = 0; i < 6; i++) mbarrier_init(outputs_there(0) + i, WARPS);
+        for (int i = 0; i < 7; i++) mbarrier_init(outputs_there(0) + i, WARPS);
+        mbarrier_init(noticed(), 1);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
 #endif
@@ -332,7 +338,7 @@ DEVICE void take_rows(Lane lane, u16* to, bool stores, const Shared& shared, u32
 DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV;
-    u32 count = 0;
+    u32 count = 0, told = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         if (is_left_out(p, tile)) continue;
@@ -352,6 +358,37 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             if (chunk >= 1) next.give(lane, shared, count + 1);
             if (chunk >= 2) next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
             take_errors(lane, p.d_v + at, stride, stores ? tile.length - chunk * CHUNK : 0, shared, count);
+            if (FOLLOWED && chunk % TOLD == 0) {
+                if (told > 0) mbarrier_wait(shared.noticed(), told - 1 & 1);
+                signal(lane, shared.stored()), told++;
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- the warp that tells of chunks
+
+DEVICE u32* scanned(const ReverseScanParams& p, int index) { return p.scanned + i64(index) * SLICES + slice(); }
+
+// Before the gradients kernel may start.
+DEVICE void reset_counters(const ReverseScanParams& p) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) write_counter(p.taken, 0);
+    const int first = cta_group() + int(threadIdx.x) * cta_groups();
+    if constexpr (FOLLOWED)
+        for (int index = first; index < p.tiles; index += THREADS * cta_groups()) write_counter(scanned(p, index), 0);
+    fence_gpu();
+}
+
+// A warp of its own, so that the moving warps need not wait until what they have stored can be seen.
+DEVICE void tell(Lane lane, const ReverseScanParams& p, const Shared& shared) {
+    u32 told = 0;
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        for (int left = work_tile(p, index).chunks(); left > 0; told++) {
+            const int before = left;
+            left = (left - 1) / TOLD * TOLD;
+            mbarrier_wait(shared.stored(), told & 1);
+            signal(lane, shared.noticed());
+            if (lane.id == 0) red_add_release(scanned(p, index), before - left);
         }
     }
 }
@@ -406,8 +443,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     wait_for_earlier_kernels();
-    launch_dependents();
+    reset_counters(p);
     block_or_cluster_sync(THREADS);
+    launch_dependents();
     if (lane.warp < WARPS) {
         registers<SCAN>();
         scan(lane, p, shared);
@@ -417,6 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     } else {
         registers<COPY>();
         if (lane.warp == WARPS + MOVERS) fetch_chunks(lane, p, shared);
+        if (FOLLOWED && lane.warp == WARPS + MOVERS + 1) tell(lane, p, shared);
     }
     block_or_cluster_sync(THREADS);
 }

@@ -33,6 +33,8 @@ PARAMS = Params("ReverseScanParams", """
     u16* d_v;                    // [B, T, HV, V]
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
+    u32* scanned;                // [N, HV, V / BV]: chunks that are scanned and stored; not of segments
+    u32* taken;                  // one: see gradients.cu
     // Of segments.cu, of the tiles of sequences that are cut: B and F; gradients of the states after and before them
     const float* transitions;    // [rows, V + K, K]
     float* d_ends;               // [rows, V, K], or null for zeros
@@ -81,7 +83,7 @@ class Variant(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size in bytes of struct Shared in reverse_scan.cu."""
-        return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * 2 * (self.K + 2 * CHUNK) + 6 * 8
+        return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * 2 * (self.K + 2 * CHUNK) + 8 * 8
 
 
 def variant_for(K: int, dtype: torch.dtype, arch: int, T_fp16: bool = False) -> Variant:
@@ -109,6 +111,10 @@ class Scanned(NamedTuple):
     d_v: Tensor  # [B, T, HV, V]
     d_states: Tensor  # [NC, HV, V, K], for the state at each chunk's end
     d_initial: Tensor | None  # [N, HV, V, K] fp32
+    # For the gradients kernel, which may begin before the scan ends
+    scanned: Tensor | None  # [N * HV * V / BV] int32 chunks that are scanned; None after segments
+    taken: Tensor  # [1] int32, 0: work tiles that its blocks have taken
+    read: tuple[Tensor | None, ...] = ()  # by the scan: to be kept until that kernel has been launched
 
 
 def reverse_scan(
@@ -123,9 +129,11 @@ def reverse_scan(
         variant, segments, longer = variant._replace(cut=cut), cut.most_segments(T, HV, packed), cut.longer
     tiles = N * HV * max(segments, 1)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, K, dtype=torch.float32)
-    out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
+    scanned, taken = torch.empty(N * HV * variant.slices + 1, dtype=torch.int32, device=device).tensor_split([-1])
     d_o, given = aligned(d_o), (d_final, d_checkpoints, x.cu_seqlens)
-    d_final, d_checkpoints, offsets = (None if t is None else aligned(t) for t in given)
+    read = d_final, d_checkpoints, offsets = tuple(None if t is None else aligned(t) for t in given)
+    d_v, d_states = torch.empty_like(saved.errors), torch.empty_like(saved.states)
+    out = Scanned(d_v, d_states, d_initial, scanned if cut is None else None, taken, (d_o, *read))
     values = PARAMS.set(
         T=T, HV=HV, tiles=tiles, int64_offsets=offsets is not None and offsets.dtype == torch.int64, segments=segments,
         cut_from=longer,
@@ -134,8 +142,8 @@ def reverse_scan(
     def params(d_ends: Tensor | None = None, d_starts: Tensor | None = None) -> bytes:
         pointers = PARAMS.point(
             prepared=saved.prepared, T_fp16=saved.T_fp16, d_o=d_o, d_checkpoints=d_checkpoints, d_final=d_final,
-            cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, transitions=saved.transitions,
-            d_ends=d_ends, d_starts=d_starts,
+            cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, scanned=scanned, taken=taken,
+            transitions=saved.transitions, d_ends=d_ends, d_starts=d_starts,
         )  # fmt: skip
         return pointers + values
 
