@@ -11,11 +11,13 @@ from torch import Tensor
 
 from kda_layers import KDAOutput, kda, kda_prefill, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import KDA, Inputs, problem_of
+from kda_layers.kernels.kda.contract import HEAD_GATES, KDA, Inputs, problem_of
 from kda_layers.kernels.kda.cuda import forms, spec
+from kda_layers.kernels.kda.cuda.backward import gradients, reverse_scan
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import Signature
+from kda_layers.kernels.kda.reference import activate
 from tests.kernels.cases import (
     FP16,
     Case,
@@ -218,17 +220,20 @@ SAVING = [
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True),
     Case(lengths=(100, 1, 164, 66) * 30, H=8, final=False, checkpoints=False),
 ]
+FOLLOWED = [SAVING[0], Case(T=16384 + 40, B=2, H=2, group=2, dtype=FP16, g_wide=True, state=True, checkpoints=False)]
+SAVING_SPLITS = [(case, 0) for case in SAVING] + [(FOLLOWED[0], 18), (FOLLOWED[1], 24)]
 
 
-@pytest.mark.parametrize("case", **ids(SAVING))
-def test_saving_in_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "followers"), SAVING_SPLITS, ids=lambda x: str(x))
+def test_saving_in_two_roles(case: Case, followers: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specialised CTAs save the bits that CTAs of one role save, in every run."""
     if backend != "sm90":
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = spec.aligned_inputs(make_inputs(case, "cuda"))
     machine, s = KDA.backends()[backend].machine, Signature.of(x, True)  # type: ignore[attr-defined]
     groups = 24 if s.packed else min(24, s.sequences * x.v.shape[2])
-    split = Split.of(groups, machine.properties(x.q.device).processors // 2 * 2 - 2 * groups)
+    rest = machine.properties(x.q.device).processors // 2 * 2 - 2 * (groups + followers)
+    split = Split.of(groups, rest, followers)
     monkeypatch.setattr(two_roles, "split_of", lambda *_: split)
     two_roles.plan_of.cache_clear()
 
@@ -245,6 +250,43 @@ def test_saving_in_two_roles(case: Case, backend: str, monkeypatch: pytest.Monke
     for _ in range(RUNS // 5):
         assert_same(saved(forms.TWO_ROLES), want)
     two_roles.plan_of.cache_clear()
+
+
+BACKWARDS = [
+    Case(T=8192, H=8, final=False, checkpoints=False),
+    Case(T=4096 + 40, B=2, H=5, group=2, slow=True, state=True),
+    Case(T=4096, H=80, checkpoints=False),  # more blocks than multiprocessors
+    Case(T=8192, H=6, K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, state=True),
+    Case(T=4096, H=4, head_gates=True, checkpoints=False),
+    Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=8, group=2, state=True),
+    Case(lengths=(100, 1, 164, 66) * 30, H=8, checkpoints=False),
+]
+
+
+@pytest.mark.parametrize("case", **ids(BACKWARDS))
+def test_gradients_beside_the_scan(case: Case, backend: str) -> None:
+    """The gradients kernel gives the bits that it gives after the reverse scan, in every run."""
+    x = spec.aligned_inputs(activate(make_inputs(case, "cuda"), ("gate", "beta", "qk_l2norm", HEAD_GATES)))
+    machine, s = KDA.backends()[backend].machine, Signature.of(x, True)  # type: ignore[attr-defined]
+    out, saved = forms.launch(x, machine, s)
+    assert saved is not None
+    d_o, d_final = torch.randn_like(out.o), None if out.final_state is None else torch.randn_like(out.final_state)
+
+    def run_backward(waits: bool) -> dict[str, Tensor]:
+        # The scan's outputs get this memory: what is read too early is NaN
+        poison = [torch.full_like(t, torch.nan) for t in (saved.errors, saved.states)]
+        torch.cuda.synchronize()
+        del poison
+        scanned = reverse_scan.reverse_scan(x, machine, saved, d_o, d_final, None)
+        if waits:
+            torch.cuda.synchronize()
+        found = gradients.gradients(x, machine, saved, scanned, d_o)._asdict()
+        return {n: t for n, t in found.items() if t is not None}
+
+    want = run_backward(True)
+    assert not any(t.isnan().any() for t in want.values())
+    for _ in range(RUNS // 5):
+        assert_same(run_backward(False), want)
 
 
 AT_ONCE = {"many": CASES[1:2] * 4, "few and many": [TWO_ROLES[0], CASES[1], TWO_ROLES[1], TWO_ROLES[3]]}

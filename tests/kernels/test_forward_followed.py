@@ -15,7 +15,7 @@ from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import costs, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import STRETCH, Split
 from tests import cuda_emulator
-from tests.kernels import emulated, test_prefill_two_roles
+from tests.kernels import emulated, test_prefill_two_roles, test_saving_two_roles
 from tests.kernels.cases import FP16, Case, ids, make_inputs
 from tests.kernels.test_forward_two_roles import H100, assert_same, signature
 
@@ -67,6 +67,20 @@ def test_slots_and_states_that_are_used_again(case: Case) -> None:
         assert_same(emulated.two_roles(x, split, seed=seed), want)
 
 
+SAVING = [CASES[1], CASES[2], replace(NARROW, T=37 * CHUNK + 5, state=True, final=False)]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("case", **ids(SAVING))
+def test_saved_tensors(case: Case) -> None:
+    """Those of one role. Saved chunks need no ring: leaders wait for nobody."""
+    x = test_saving_two_roles.inputs(case)
+    want = emulated.forward_saving(x)
+    for seed, split in enumerate(splits_of(x)):
+        got = emulated.two_roles_saving(x, split, seed=seed, resident=4 if seed == 1 else None)
+        test_saving_two_roles.assert_same(got, want)
+
+
 @pytest.mark.emulated
 @pytest.mark.parametrize("final", [True, False])
 def test_last_tokens(final: bool) -> None:
@@ -95,6 +109,7 @@ def test_accesses_are_ordered() -> None:
     x = make_inputs(replace(NARROW, state=True))
     with cuda_emulator.order_checked():
         emulated.two_roles(x, splits_of(x)[2])
+        emulated.two_roles_saving(x, splits_of(x)[2])
 
 
 @pytest.mark.emulated
@@ -113,11 +128,24 @@ def test_slots_and_boundary_states(chunks: int) -> None:
 
 # Heads of 8,192 tokens, and how many groups follow with what prepares; what an H200 ran in the least time.
 CHOICES = [(1, 2, 8), (4, 8, 32), (8, 16, 64), (10, 20, 72), (11, 22, 66), (12, 20, 68), (14, 0, 98), (16, 0, 96)]
+SAVING_CHOICES = [
+    (1, 3, 8),
+    (4, 12, 32),
+    (8, 24, 64),
+    (11, 22, 66),
+    (12, 24, 60),
+    (13, 23, 60),
+    (15, 22, 58),
+    (18, 0, 96),
+]
 
 
-@pytest.mark.parametrize(("heads", "followers", "preparers"), CHOICES)
-def test_measured_choices(heads: int, followers: int, preparers: int) -> None:
-    s = signature(1, 8192, heads)
+@pytest.mark.parametrize(
+    ("heads", "followers", "preparers", "saves"),
+    [*((*choice, False) for choice in CHOICES), *((*choice, True) for choice in SAVING_CHOICES)],
+)
+def test_measured_choices(heads: int, followers: int, preparers: int, saves: bool) -> None:
+    s = signature(1, 8192, heads)._replace(saves=saves)
     assert forms.choose(s, H100) is forms.TWO_ROLES
     split = two_roles.split_of(s, 132)
     assert (split.groups, split.followers, split.preparers) == (heads, followers, preparers)
@@ -127,7 +155,7 @@ def test_measured_choices(heads: int, followers: int, preparers: int) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"stores": True}, {"saves": True}, {"packed": True}, {"chunks": STRETCH}, {"tiles": 14}],
+    [{"stores": True}, {"packed": True}, {"chunks": STRETCH}, {"tiles": 14}],
     ids=lambda more: str(*more),
 )
 def test_calls_that_nobody_follows(more: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ PREPARES_FOR_SEVERAL = 1.06
 # follow, and the rest, as an H200 took from 4,096 to 65,536 tokens of 1 to 13 heads. Where not every group has as many
 # that follow, it took 4 to 8 % longer. Expected times of the chosen splits are within 3 %.
 LEADS, FOLLOWS, STARTS_FOLLOWED, FOLLOWS_SEVERAL = 0.72, 1.19, 28.0, 1.08
-MOST_FOLLOWERS, MOST_LEADING = 2, 13  # for each group; groups. More gained nothing
+MOST_FOLLOWERS, MOST_LEADING = (2, 3), (13, 15)  # for each group; groups: without and with saving. More gained nothing
 MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
@@ -173,14 +173,15 @@ def splits_with_followers(work: Work, processors: int) -> list[tuple[float, Spli
     """Return expected times and splits where a group leads each tile by the state alone, and others follow."""
     found: list[tuple[float, Split]] = []
     groups = work.tiles
-    if work.packed or work.stores or work.saves or work.chunks <= STRETCH or groups > MOST_LEADING:
+    if work.packed or work.stores or work.chunks <= STRETCH or groups > MOST_LEADING[work.saves]:
         return found
-    for followers in range(groups, MOST_FOLLOWERS * groups + 1):
+    follows = FOLLOWS + SAVES * work.saves
+    for followers in range(groups, MOST_FOLLOWERS[work.saves] * groups + 1):
         most = processors // SLICES * SLICES - SLICES * (groups + followers)
         preparers = min(most, MOST_PREPARERS * groups) // SLICES * SLICES
         if preparers <= 0:
             break
-        chain = STARTS_FOLLOWED + work.chunks * max(LEADS, FOLLOWS * groups / followers)
+        chain = STARTS_FOLLOWED + work.chunks * max(LEADS, follows * groups / followers)
         chain *= FOLLOWS_SEVERAL if followers % groups else 1
         prepares = STARTS + groups * work.chunks * work.prepares / preparers + LAST
         found.append((max(prepares, chain), Split.of(groups, preparers, followers)))

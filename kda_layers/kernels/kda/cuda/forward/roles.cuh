@@ -218,7 +218,7 @@ struct GroupChunks {
     DEVICE int tokens() const { return at().length - of_tile() * CHUNK; }  // from the chunk's start on
 };
 
-// Number of chunks of this CTA group. Executed by a full warp: a lane for every 32nd packed tile.
+// Number of chunks of this CTA group, which does not lead. Executed by a full warp: a lane for every 32nd packed tile.
 DEVICE u32 chunks_of_group(Lane lane, const ForwardParams& p) {
 #if PACKED
     u32 all = 0;
@@ -228,6 +228,12 @@ DEVICE u32 chunks_of_group(Lane lane, const ForwardParams& p) {
     return all;
 #else
     const Runs runs(p);
+#if STRETCH
+    const u32 stretches = (runs.chunks + STRETCH - 1) / STRETCH, follower = scanning_group(p) - p.groups;
+    const auto taken = [&](u32 items) { return (max(items, follower) - follower + p.followers - 1) / p.followers; };
+    const u32 all = taken(stretches * p.groups), last = all - taken((stretches - 1) * p.groups);
+    return all * STRETCH - last * (stretches * STRETCH - runs.chunks);
+#endif
     return runs.start(scanning_group(p) + 1) - runs.start(scanning_group(p));
 #endif
 }

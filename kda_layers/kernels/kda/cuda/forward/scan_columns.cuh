@@ -29,7 +29,7 @@ template <bool has_outputs> struct ScanSharedOf {
     static constexpr int OUTPUTS = !has_outputs ? 0 : SAVES ? 1 : 2, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
     static constexpr int AT_VALUES = STAGES * STAGE, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
-    static constexpr int AT_STATE = AT_OUTPUTS + OUTPUTS * TOKENS, STATE = SAVES ? BV * K * 2 : 0;
+    static constexpr int AT_STATE = AT_OUTPUTS + OUTPUTS * TOKENS, STATE = has_outputs && SAVES ? BV * K * 2 : 0;
     static constexpr int AT_BARRIERS = AT_STATE + STATE, MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
     static constexpr bool GIVES_STATES = has_outputs ? SAVES : STRETCH > 0;
     static constexpr int BYTES = MOVES + (VALUES + 4 * GIVES_STATES) * 8;

@@ -33,7 +33,7 @@ constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a
 constexpr bool LANE_ORDER = BLOCK_ROLES && !KEEPS;  // of gamma, see gamma_at
 static_assert(!PACKED || BLOCK_ROLES && !SEGMENTS);
 static_assert(!POOLED || !SAVES && !SEGMENTS);
-static_assert(!STRETCH || BLOCK_ROLES && !PACKED && !CHECKPOINTS && !KEEPS);
+static_assert(!STRETCH || BLOCK_ROLES && !PACKED && !CHECKPOINTS && !SEGMENTS);
 // Pieces of 16 bytes that shared memory has for 8 logits of the next chunk. With BLOCK_ROLES there is room for q, k and any
 // logits of channels, otherwise only for logits of 16 bits.
 constexpr int LOGIT_PIECES = HEAD_GATES || G_FP32 && !BLOCK_ROLES ? 0 : G_FP32 ? 2 : 1;

@@ -75,7 +75,7 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
         }
         if (lane.warp == WARPS + MOVERS + 1) {
 #if SAVES
-            store_states(lane, p, shared);
+            if (!alone) store_states(lane, p, shared);
 #endif
 #if STRETCH
             if (alone) publish_states(lane, p, of_states);
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     }
 #if SAVES
     // Through shared memory: what a shuffle returns is not known to be uniform, and branches on it serialise all wgmma
-    if (scans && lane.warp == 1) {
+    if (scans && !scans_states(p) && lane.warp == 1) {
         const u32 chunks = chunks_of_group(lane, p);
         if (lane.id == 0) *ScanShared{shared_memory()}.chunks() = chunks;
     }

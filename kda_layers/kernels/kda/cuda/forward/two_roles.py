@@ -106,7 +106,7 @@ def variants(arch: int) -> Iterable[Variant]:
     found = (variant_for(WIDTH, *choice[:3], arch, *choice[3:]) for choice in choices)
     plain = [v for v in found if v.saves >= v.T_fp16 <= (v.dtype in spec.T_FP16)]
     pooled = [v._replace(pooled=True) for v in plain if not (v.checkpoints or v.saves)]
-    followed = [v._replace(followed=True) for v in (*plain, *pooled) if not (v.packed or v.checkpoints or v.saves)]
+    followed = [v._replace(followed=True) for v in (*plain, *pooled) if not (v.packed or v.checkpoints)]
     return spec.with_those_of_heads((*plain, *pooled, *followed))
 
 
