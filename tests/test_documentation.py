@@ -104,7 +104,7 @@ def test_what_is_generated_is_as_the_script_writes_it(path: Path) -> None:
 
 def test_another_time_gives_another_readme() -> None:
     found = docs_tables.results()
-    for row in found["gpu-forward-h32"]["rows"]:
+    for row in found["gpu-training-h32"]["rows"]:
         if "time" in row:
             row["time"] = row["time"] | {"median": 2 * row["time"]["median"]}
     assert docs_tables.filled("README.md", README.read_text(), found) != README.read_text()
@@ -126,26 +126,25 @@ def commit_time(commit: str) -> int | None:
 
 def test_no_figure_stands_beside_rows_that_are_newer() -> None:
     """Rows on a GPU have its GPU and no later date; of one day no later commit, where git knows both; and where
-    both show the same, forwards and training at 8192 tokens, times that differ by at most a tenth."""
+    both show the same, training at 8192 tokens, times that differ by at most a tenth."""
     found = docs_tables.results()
     shown, apart = "docs/assets/time.svg" in README.read_text(), docs_tables.rows_apart(found)
     assert shown == (not apart), [row.name for row in apart]
     figure = found[docs_figures.README_RUN]
-    same = {"gpu-forward-h32": "forward", "gpu-training-h32": "forward + backward"}
     for row in docs_tables.measured(found) if shown else ():
         stamp = found[row.name]["stamp"]
         times = [commit_time(s["commit"]) for s in (figure["stamp"], stamp)]
         if "gpu" in stamp and stamp["date"] == figure["stamp"]["date"] and all(times):
             assert times[0] >= times[1], f"{docs_figures.README_RUN} is of an older commit than {row.name}"
-        if row.name in same:
-            ours = docs_figures.by_length(figure["rows"], contender="sm90", **{"pass": same[row.name]})
+        if row.name == "gpu-training-h32":
+            ours = docs_figures.by_length(figure["rows"], contender="sm90", **{"pass": "forward + backward"})
             assert ours[8192] == pytest.approx(row.ours, rel=0.1)
 
 
 @pytest.mark.parametrize("change", [{"date": "2999-01-01"}, {"gpu": "NVIDIA Another"}], ids=lambda c: next(iter(c)))
 def test_a_figure_leaves_the_table_and_returns_when_it_is_run_again(change: dict[str, str]) -> None:
     found = docs_tables.results()
-    figure, row = (found[name]["stamp"] for name in (docs_figures.README_RUN, "gpu-forward-h32"))
+    figure, row = (found[name]["stamp"] for name in (docs_figures.README_RUN, "gpu-training-h32"))
     figure["date"] = max(found[r.name]["stamp"]["date"] for r in docs_tables.measured(found))
     beside = docs_tables.filled("README.md", README.read_text(), found)
     assert "](docs/assets/time.svg)" in beside
@@ -154,7 +153,7 @@ def test_a_figure_leaves_the_table_and_returns_when_it_is_run_again(change: dict
     without = docs_tables.filled("README.md", README.read_text(), found)
     assert "time.svg" not in without
     assert f"It is of {figure['date']}, on an NVIDIA H200" in without
-    assert "GPU: `gpu-forward-h32`." in without
+    assert "GPU: `gpu-training-h32`." in without
 
 
 def test_both_ratios_of_training_are_told() -> None:

@@ -171,7 +171,7 @@ def test_the_card_takes_its_figures_from_result_files() -> None:
     card = kernel_package.card(found)
     assert kernel_package.CARD.read_text().split("<!-- measured -->")[0] in card
     runs = set(re.findall(r"`((?:gpu|cpu)-[\w-]+)`", card))
-    assert {"gpu-forward-h32", "gpu-training-h32", "gpu-decode-host", "cpu-operator"} == runs
+    assert {"gpu-context", "gpu-training-h32", "gpu-decode-host", "cpu-operator"} == runs
     for name in runs:
         stamp = found[name]["stamp"]
         assert f"{stamp['date']} | {stamp['commit']} |" in card

@@ -86,7 +86,7 @@ def measured(found: Results) -> list[Measured]:
     prefill = next(r for r in found["gpu-swap"]["rows"] if r["case"] == "prefill")
     cpu = next(r for r in found["cpu-operator"]["rows"] if (r["case"], r["T"], r["gates"]) == ("forward", 4096, "slow"))
     return [
-        operator("forward, 8192 tokens, 32 heads", "gpu-forward-h32", **case),
+        operator("forward, 8192 tokens, 32 heads", README_RUN, B=1, T=8192, H=32, **{"pass": "forward"}),
         operator("forward + backward, both recomputing nothing", "gpu-training-h32", peer="FLA saving more", **case),
         operator("the same, the peer recomputing, its default", "gpu-training-h32", **case),
         operator("decode step, 32 sequences, 32 heads", "gpu-decode-host", section="decode", sequences=32),

@@ -73,7 +73,7 @@ SAVING = [CASES[1], CASES[2], replace(NARROW, T=37 * CHUNK + 5, state=True, fina
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", **ids(SAVING))
 def test_saved_tensors(case: Case) -> None:
-    """Those of one role. Saved chunks need no ring: leaders wait for nobody."""
+    """The forward saves what it does in one role. Saved chunks need no ring: leaders wait for nobody."""
     x = test_saving_two_roles.inputs(case)
     want = emulated.forward_saving(x)
     for seed, split in enumerate(splits_of(x)):
