@@ -56,7 +56,11 @@ SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True, final=True,
 def in_segments(x: Inputs, machine: Any, cut: Cut, save: bool = False) -> tuple[KDAOutput, Any]:
     with emulated.GuardedMemory():
         x = spec.aligned_inputs(emulated.guarded_inputs(x))
-        return forms.run(x, segments.plan_of(machine, Signature.of(x, save)._replace(cut=cut)), spec.ALL_IN_CHUNKS)
+        return forms.run(x, plan_of(x, machine, cut, save), spec.ALL_IN_CHUNKS)
+
+
+def plan_of(x: Inputs, machine: Any, cut: Cut, save: bool = False) -> spec.Plan:
+    return forms.plan_of(forms.SEGMENTS, machine, Signature.of(x, save)._replace(cut=cut))
 
 
 def cut(x: Inputs, form: str, processors: int = 16, seed: int = 0, longer: int = SHORT + 1) -> KDAOutput:
@@ -230,6 +234,39 @@ def test_what_is_not_cut_has_the_bits_of_the_whole(form: str) -> None:
     assert torch.equal(got.o[:, 300:], want.o[:, 300:])
     assert torch.equal(got.final_state[1:], want.final_state[1:])
     assert not torch.equal(got.o[:, :300], want.o[:, :300])
+
+
+@in_every_form
+@pytest.mark.parametrize("longer", [200, 301])
+def test_packed_sequences_are_launched_in_segments_and_whole(longer: int, form: str) -> None:
+    """If none is cut, the launches in segments write nothing, else the other one."""
+    x = make_inputs(replace(SLOW, lengths=(300, 100, 0)))
+    machine = emulated.Emulator(FORMS[form], 16)
+    both = cut(x, form, longer=longer)
+    plan = plan_of(x, machine, Cut(longer, SHORT, TILES))
+    assert plan.whole is not None
+    found = []
+    for part in (plan._replace(whole=None), plan.whole):
+        with emulated.GuardedMemory():
+            found.append(forms.run(spec.aligned_inputs(emulated.guarded_inputs(x)), part, spec.ALL_IN_CHUNKS)[0])
+    busy, idle = found if longer <= 300 else reversed(found)
+    assert_same(busy, both)
+    assert idle.o.isnan().all()
+    assert idle.final_state.isnan().all()
+    if longer > 300:
+        assert_same(busy, whole(x, form))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("backend", ["sm90@emulator", "sm100@emulator"])
+def test_gradients_of_a_packed_call_that_is_not_cut(
+    recompute: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "ALWAYS", Cut(401, SHORT, TILES))
+    x = make_inputs(replace(NARROW, lengths=(150, 0, 1, 400), group=2))._replace(recompute_above=float(not recompute))
+    with registered(EMULATED[backend]):
+        never, always = (run_draws(lambda x: call(x, backend), [x._replace(segments=s)]) for s in ("never", "always"))
+    assert [n for n, t in never.items() if not torch.equal(always[n], t)] == []
 
 
 def test_sizes_of_segments() -> None:

@@ -60,7 +60,17 @@ def planned(machine: Machine, s: Signature) -> tuple[Form, Plan]:
 @functools.lru_cache(spec.PLANS)
 def _planned(machine: Machine, s: Signature, declined: str | None) -> tuple[Form, Plan]:
     form = choose(s, machine.properties(s.device))
-    return form, form.plan_of(machine, s)
+    return form, plan_of(form, machine, s)
+
+
+def plan_of(form: Form, machine: Machine, s: Signature) -> Plan:
+    """Return the plan of a call by a form."""
+    plan = form.plan_of(machine, s)
+    if form is not SEGMENTS or not s.packed:
+        return plan
+    assert s.cut is not None  # as `serves` has found
+    s = s._replace(cut=None, cut_from=s.cut.longer)
+    return plan._replace(whole=choose(s, machine.properties(s.device)).plan_of(machine, s))
 
 
 def is_cut(x: Inputs, machine: Machine) -> bool:
@@ -123,7 +133,7 @@ def attempt(run: Callable[[Plan], R], machine: Machine, s: Signature, form: Form
     A process or stream that has a part of a GPU (MPS, green contexts) learns so from the launch alone: if specialised
     CTAs cannot all run at once, those of one role serve from then on, with a warning.
     """
-    plan = planned(machine, s)[1] if form is None else form.plan_of(machine, s)
+    plan = planned(machine, s)[1] if form is None else plan_of(form, machine, s)
     try:
         return run(plan)
     except RuntimeError as error:
@@ -157,7 +167,7 @@ def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | Non
         RuntimeError: specialised CTAs cannot run at once
     """
     HV, V, K, prepared, transitions, starts = *x.v.shape[2:], x.q.shape[3], None, None, None
-    out, (ring, progress) = outputs_like(x), plan.scratch(x.q.device)
+    out = outputs_like(x)
     if out.checkpoints is not None and x.cu_seqlens is not None:
         # Offsets end at T, so N sequences leave at most 63 N tokens after their full chunks: fewer than N rows unused
         out.checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
@@ -169,12 +179,14 @@ def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | Non
             prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
             transitions = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
     prepared, states, errors, T_fp16, transitions = saved or (prepared, None, None, None, transitions)
-    plan.run(PARAMS.point(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
-        cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
-        progress=progress, prepared=prepared, states=states, errors=errors, T_fp16=T_fp16, transitions=transitions,
-        starts=starts, order=last.order, before_last=last.before,
-    ))  # fmt: skip
+    for each in (plan,) if plan.whole is None else (plan, plan.whole):
+        ring, progress = each.scratch(x.q.device)
+        each.run(PARAMS.point(
+            q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
+            cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
+            progress=progress, prepared=prepared, states=states, errors=errors, T_fp16=T_fp16, transitions=transitions,
+            starts=starts, order=last.order, before_last=last.before,
+        ))  # fmt: skip
     return out, saved
 
 

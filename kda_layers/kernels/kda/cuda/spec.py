@@ -57,11 +57,16 @@ class Cut(NamedTuple):
             return max(1, min(-(-self.tiles // heads), -(-tokens // self.shortest)))
         return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
 
+    def most_cut(self, sequences: int, tokens: int, packed: bool) -> int:
+        """Sequences that are cut, at most, of so many of `tokens`; if packed, of so many tokens in all."""
+        return min(sequences, tokens // self.longer) if packed else sequences
+
     def rows(self, x: Inputs, last_tokens: bool = False) -> int:
         """At least the segments of all sequences that are cut, times the value heads."""
         (B, T, HV), packed = x.v.shape[:3], x.cu_seqlens is not None
         tokens = T if packed else in_chunks(T, last_tokens)
-        return (T // self.longer if packed else B) * self.most_segments(tokens, HV, packed) * HV
+        sequences = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        return self.most_cut(sequences, T, packed) * self.most_segments(tokens, HV, packed) * HV
 
     def defines(self, part: int) -> dict[str, str | int]:
         """Macros of kernels that see segments, in the form `part` of stage.cuh's SEGMENTS."""
@@ -114,6 +119,7 @@ class Signature(NamedTuple):
     last_tokens: bool = False  # the decode kernel computes last tokens
     rows: Rows | None = None  # of an engine: states in slots of a pool, rows of tokens with strides
     head_gates: bool = False  # one gate for all channels of a head
+    cut_from: int = 0  # packed: compute nothing if a sequence has so many tokens; 0: always compute
 
     @classmethod
     def of(cls, x: Inputs, saves: bool = False, last_tokens: bool = False) -> Signature:
@@ -121,14 +127,14 @@ class Signature(NamedTuple):
         cut = None if x.segments == "never" else cut_of(x)
         states = x.initial_state is not None, x.final_state, x.checkpoint_every > 0
         return cls._make(
-            (*_common(x), *states, cut, saves, saves and keeps_T_fp16(x), last_tokens, None, has_head_gates(x))
+            (*_common(x), *states, cut, saves, saves and keeps_T_fp16(x), last_tokens, None, has_head_gates(x), 0)
         )
 
     @classmethod
     def of_prefill(cls, x: PrefillInputs, rows: Rows, last_tokens: bool) -> Signature:
         """Return the signature of a call of `kda_prefill`."""
         states = x.state is not None, x.state is not None, x.checkpoint_at is not None
-        return cls._make((*_common(x), *states, None, False, False, last_tokens, rows, has_head_gates(x)))
+        return cls._make((*_common(x), *states, None, False, False, last_tokens, rows, has_head_gates(x), 0))
 
     @property
     def packed(self) -> bool:
@@ -273,8 +279,8 @@ PARAMS = Params("ForwardParams", """
     int key_row, value_row, beta_row;  // strides of tokens: of q and k, v, beta
     int int64_slots, int64_stops, slot_count;
     u64 slot_stride;
-    // Read by segments.cu
-    int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
+    // Of sequences that are cut: segments of each at most, tiles = N * segments * HV; their tokens at least (is_idle)
+    int segments, cut_from;
     int last_tokens;  // the decode kernel computes last tokens
     // Read by two_roles.cu
     int groups, ring_slots;  // CTA groups that scan, and slots in the ring of each
@@ -286,10 +292,9 @@ PARAMS = Params("ForwardParams", """
 
 
 def values_of(
-    s: Signature, tiles: int, segments: int = 0, cut_from: int = 0, groups: int = 0, ring_slots: int = 0,
-    followers: int = 0,
-) -> bytes:  # fmt: skip
-    """Pack the values of a call; the last five are those of some forms.
+    s: Signature, tiles: int, segments: int = 0, groups: int = 0, ring_slots: int = 0, followers: int = 0
+) -> bytes:
+    """Pack the values of a call; the last four are those of some forms.
 
     Raises:
         ValueError: there are more than `MOST_TOKENS` tokens
@@ -302,8 +307,8 @@ def values_of(
         int64_offsets=s.offsets is not None and s.offsets[1] == torch.int64,
         beta_activation=BETA_CODES[s.beta_activation], beta_fp32=s.beta_dtype == torch.float32,
         qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale, last_tokens=s.last_tokens,
-        segments=segments, cut_from=cut_from, groups=groups, ring_slots=ring_slots,
-        followers=followers, **({} if s.rows is None else s.rows._asdict()),
+        segments=segments, cut_from=s.cut.longer if s.cut and segments else s.cut_from, groups=groups,
+        ring_slots=ring_slots, followers=followers, **({} if s.rows is None else s.rows._asdict()),
     )  # fmt: skip
 
 
@@ -317,6 +322,7 @@ class Plan(NamedTuple):
     saves: bool = False  # what the backward reads
     cut: Cut | None = None  # of sequences that are cut
     last_tokens: bool = False  # as in `Signature`
+    whole: Plan | None = None  # with `cut`, of packed sequences: to be run as well, for calls in which none is cut
 
     def run(self, pointers: bytes) -> None:
         """Launch with the pointers of the parameters."""

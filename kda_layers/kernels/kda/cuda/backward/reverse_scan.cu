@@ -371,11 +371,13 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
 DEVICE u32* scanned(const ReverseScanParams& p, int index) { return p.scanned + i64(index) * SLICES + slice(); }
 
 // Before the gradients kernel may start.
-DEVICE void reset_counters(const ReverseScanParams& p) {
+DEVICE void reset_counters(const ReverseScanParams& p, bool all_are_scanned) {
     if (blockIdx.x == 0 && threadIdx.x == 0) write_counter(p.taken, 0);
+    const u32 chunks = all_are_scanned ? 1u << 30 : 0;
     const int first = cta_group() + int(threadIdx.x) * cta_groups();
     if constexpr (FOLLOWED)
-        for (int index = first; index < p.tiles; index += THREADS * cta_groups()) write_counter(scanned(p, index), 0);
+        for (int index = first; index < p.tiles; index += THREADS * cta_groups())
+            write_counter(scanned(p, index), chunks);
     fence_gpu();
 }
 
@@ -443,9 +445,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     wait_for_earlier_kernels();
-    reset_counters(p);
+    const bool idle = is_idle(lane, p);
+    reset_counters(p, idle);
     block_or_cluster_sync(THREADS);
     launch_dependents();
+    if (idle) return;
     if (lane.warp < WARPS) {
         registers<SCAN>();
         scan(lane, p, shared);

@@ -123,23 +123,20 @@ def reverse_scan(
     """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read."""
     (N, HV, V, K), T, device, packed = state_shape(x), x.v.shape[1], x.v.device, x.cu_seqlens is not None
     processors, arch, _ = machine.properties(device)
-    variant, segments, longer = variant_for(K, x.v.dtype, arch, keeps_T_fp16(x)), 0, 0
-    cut = None if saved.transitions is None else cut_of(x)
-    if cut is not None:
-        variant, segments, longer = variant._replace(cut=cut), cut.most_segments(T, HV, packed), cut.longer
-    tiles = N * HV * max(segments, 1)
+    variant, cut = variant_for(K, x.v.dtype, arch, keeps_T_fp16(x)), None if saved.transitions is None else cut_of(x)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, K, dtype=torch.float32)
+    whole = cut is None or packed  # if packed, whole and in segments: is_idle in stage.cuh
     scanned, taken = torch.empty(N * HV * variant.slices + 1, dtype=torch.int32, device=device).tensor_split([-1])
     d_o, given = aligned(d_o), (d_final, d_checkpoints, x.cu_seqlens)
     read = d_final, d_checkpoints, offsets = tuple(None if t is None else aligned(t) for t in given)
     d_v, d_states = torch.empty_like(saved.errors), torch.empty_like(saved.states)
-    out = Scanned(d_v, d_states, d_initial, scanned if cut is None else None, taken, (d_o, *read))
-    values = PARAMS.set(
-        T=T, HV=HV, tiles=tiles, int64_offsets=offsets is not None and offsets.dtype == torch.int64, segments=segments,
-        cut_from=longer,
-    )  # fmt: skip
+    out = Scanned(d_v, d_states, d_initial, scanned if whole else None, taken, (d_o, *read))
 
-    def params(d_ends: Tensor | None = None, d_starts: Tensor | None = None) -> bytes:
+    def params(segments: int, d_ends: Tensor | None = None, d_starts: Tensor | None = None) -> bytes:
+        values = PARAMS.set(
+            T=T, HV=HV, tiles=N * HV * max(segments, 1), segments=segments, cut_from=0 if cut is None else cut.longer,
+            int64_offsets=offsets is not None and offsets.dtype == torch.int64,
+        )  # fmt: skip
         pointers = PARAMS.point(
             prepared=saved.prepared, T_fp16=saved.T_fp16, d_o=d_o, d_checkpoints=d_checkpoints, d_final=d_final,
             cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, scanned=scanned, taken=taken,
@@ -147,16 +144,21 @@ def reverse_scan(
         )  # fmt: skip
         return pointers + values
 
-    groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
-    kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, device)
-    overlap = cut is None and arch >= OVERLAPS
-    scan = Launch(kernel, groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, overlap)
-    if cut is None:
-        scan.run(params())
-        return out
-    d_starts, d_ends = (x.v.new_empty(cut.rows(x), V, K, dtype=torch.float32) for _ in range(2))
-    join = Launch(loaded(machine, SOURCE, "kda_join_gradients", variant, device), *join_launch(N * HV, K))
-    scan.run(params(None, d_starts))
-    join.run(params(d_ends, d_starts))
-    scan.run(params(d_ends))
+    def scan_of(variant: Variant, segments: int, overlap: bool) -> Launch:
+        # shared memory fits one block per multiprocessor
+        groups = min(N * HV * max(segments, 1), max(processors // variant.slices, 1))
+        kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, device)
+        return Launch(kernel, groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, overlap)
+
+    if cut is not None:
+        by_segments, segments = variant._replace(cut=cut), cut.most_segments(T, HV, packed)
+        d_starts, d_ends = (x.v.new_empty(cut.rows(x), V, K, dtype=torch.float32) for _ in range(2))
+        joins = join_launch(cut.most_cut(N, T, packed) * HV, K)
+        join = Launch(loaded(machine, SOURCE, "kda_join_gradients", by_segments, device), *joins)
+        scan = scan_of(by_segments, segments, False)
+        scan.run(params(segments, None, d_starts))
+        join.run(params(segments, d_ends, d_starts))
+        scan.run(params(segments, d_ends))
+    if whole:
+        scan_of(variant, 0, arch >= OVERLAPS).run(params(0))
     return out

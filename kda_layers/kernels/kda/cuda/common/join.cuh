@@ -5,8 +5,8 @@
 // the eighths are then summed, and the lane keeps row g of its columns. Fewer rows would not help: a CTA reads all of F,
 // which takes about as long as its FMAs, and twice the CTAs would read twice as much from L2.
 //
-// Grid: N * HV * V / JOIN_ROWS. Dynamic shared memory: JOIN_STAGES times F, [K, K], copied two steps ahead; the rows,
-// [2][JOIN_ROWS][K]; and an mbarrier for each stage.
+// Grid: V / JOIN_ROWS for each value head and sequence, if packed of as many sequences as may be cut. Dynamic shared memory:
+// JOIN_STAGES times F, [K, K], copied two steps ahead; the rows, [2][JOIN_ROWS][K]; and an mbarrier for each stage.
 #pragma once
 #include "stage.cuh"
 
@@ -21,7 +21,7 @@ template <class T> struct Series {
 
 struct Join {
     static constexpr u32 ROW = K * 4, MATRIX = K * ROW;
-    int sequence, head, segments;  // 0 segments if the sequence is not cut
+    int sequence, head, segments;  // 0 segments if the sequence is not cut, or there is none
     i64 row;                       // of the first segment
     u32 g, q;
     u32 own;    // byte offset of the thread's first 4 elements in the CTA's rows; the other 4 are at own ^ 16
@@ -31,7 +31,9 @@ struct Join {
         constexpr int BLOCKS = V / JOIN_ROWS;
         const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
         Join at;
-        at.sequence = blockIdx.x / BLOCKS / p.HV, at.head = blockIdx.x / BLOCKS % p.HV;
+        at.sequence = blockIdx.x / BLOCKS / p.HV, at.head = blockIdx.x / BLOCKS % p.HV, at.segments = 0;
+        if (p.cu_seqlens) at.sequence = cut_sequence(lane, p, at.sequence);
+        if (at.sequence < 0) return at;
         const WorkTile tile = work_tile(p, at.sequence * p.segments * p.HV + at.head);
         const int length = in_chunks(p, p.cu_seqlens ? offset_of(p, at.sequence + 1) - tile.first : p.T);
         at.segments = tile.last ? 0 : (length - 1) / tile.length + 1;

@@ -60,6 +60,27 @@ template <class Params> DEVICE int in_chunks(const Params& p, int length) {
 
 template <class Params> DEVICE bool is_cut(const Params& p, int length) { return length >= p.cut_from; }
 
+// The packed sequence that is cut and has `index` others that are cut before it, or -1. Executed by a full warp.
+template <class Params> DEVICE int cut_sequence(Lane lane, const Params& p, int index) {
+    const int sequences = p.tiles / p.HV / (SEGMENTS ? p.segments : 1);
+    for (int first = 0; first < sequences; first += 32) {
+        const int mine = first + lane.id;
+        const bool cut = mine < sequences && is_cut(p, in_chunks(p, offset_of(p, mine + 1) - offset_of(p, mine)));
+        const u32 all = ballot(cut), before = count_ones(all & (1u << lane.id) - 1);
+        const u32 found = ballot(cut && before == index);
+        if (found) return first + count_ones(found - 1);
+        index -= count_ones(all);
+    }
+    return -1;
+}
+
+// Packed sequences that may be cut are launched in segments and whole, as their lengths are known on the GPU alone: if none is
+// cut, the launches in segments have nothing to do, else the other. Executed by full warps.
+template <class Params> DEVICE bool is_idle(Lane lane, const Params& p) {
+    if (!p.cu_seqlens || !p.cut_from) return false;
+    return (cut_sequence(lane, p, 0) < 0) == (SEGMENTS != WHOLE_SEQUENCES);
+}
+
 // Tokens of a segment of a sequence that is cut: a power of two, so many that heads and segments of the sequence are about
 // SEGMENT_TILES; this depends on the sequence alone, never on its batch.
 template <class Params> DEVICE i64 segment_tokens(const Params& p, int length) {

@@ -29,6 +29,7 @@ template <int role> DEVICE void registers() {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __grid_constant__ ForwardParams p) {
     const Shared shared{shared_memory()};
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
+    if (!POOLED && is_idle(lane, p)) return;
     if (threadIdx.x == 0) shared.init_barriers();
     launch_dependents();  // the backward's scan, after a recomputation
     block_or_cluster_sync(THREADS);

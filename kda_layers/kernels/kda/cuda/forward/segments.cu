@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(LAST_SCAN_THREADS, 1)
     kda_scan_segments(const __grid_constant__ ForwardParams p) {
     const Shared shared{shared_memory()};
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
+    if (is_idle(lane, p)) return;
     if (threadIdx.x == 0) shared.init_barriers();
     block_or_cluster_sync(LAST_SCAN_THREADS);
     if (lane.warp < 4) scan(lane, p, shared);

@@ -105,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     kda_forward_two_roles(const __grid_constant__ ForwardParams p) {
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     const bool scans = is_scanning(p);
+    if (PACKED && !POOLED && is_idle(lane, p)) return;
     if (threadIdx.x == 0) {
         if (scans && scans_states(p)) StateShared{shared_memory()}.init_barriers();
         else if (scans) ScanShared{shared_memory()}.init_barriers();
