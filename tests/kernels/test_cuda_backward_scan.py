@@ -48,6 +48,9 @@ CASES = [
 ]
 
 
+ROWS = ("prepared", "states")  # of `Saved`, by chunks
+
+
 class Gradients(NamedTuple):
     """Gradients of what the forward returns, where it was asked for."""
 
@@ -250,6 +253,18 @@ def test_the_scan_is_the_same(form: str) -> None:
     assert want.scanned.view(4, 2, -1).tolist() == [[[n] * (len(want.scanned) // 8)] * 2 for n in (2, 0, 1, 5)]
     for launch in ({"seed": 1}, {"seed": 2, "processors": 2}, {"seed": 3, "processors": 6}, {"processors": 1}):
         assert_same(reverse(x, saved, d, form, **launch), want)
+
+
+def test_offsets_that_decrease_end() -> None:
+    """Nothing checks offsets on a GPU: gradients are wrong, but no block waits for a chunk that is never scanned."""
+    x = make_inputs(replace(SOFTPLUS, H=1, group=1, lengths=(448,), state=False, final=False, checkpoints=False))
+    d, form = gradients_of(x), "warpgroups"
+    saved = forward(x, form)
+    launch = {"arch": FORMS[form][x.gate_activation]["arch"]}
+    wrong = x._replace(cu_seqlens=torch.tensor([0, 320, 64, 128, 448], dtype=torch.int32))
+    rows = wrong.cu_seqlens.shape[0] - 1 + 448 // CHUNK
+    more = saved._replace(**{n: t.new_zeros(rows, *t.shape[1:]) for n, t in saved._asdict().items() if n in ROWS})
+    emulated.gradients(wrong, more, reverse(wrong, more, d, form), d.o, **launch)
 
 
 @in_every_form

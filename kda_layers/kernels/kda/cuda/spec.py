@@ -65,8 +65,8 @@ class Cut(NamedTuple):
         """At least the segments of all sequences that are cut, times the value heads."""
         (B, T, HV), packed = x.v.shape[:3], x.cu_seqlens is not None
         tokens = T if packed else in_chunks(T, last_tokens)
-        sequences = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-        return self.most_cut(sequences, T, packed) * self.most_segments(tokens, HV, packed) * HV
+        # Not `most_cut`: while compiling, its minimum would be a guard on the number of sequences
+        return (T // self.longer if packed else B) * self.most_segments(tokens, HV, packed) * HV
 
     def defines(self, part: int) -> dict[str, str | int]:
         """Macros of kernels that see segments, in the form `part` of stage.cuh's SEGMENTS."""

@@ -6,8 +6,8 @@
 // work tile's operands are copied while this one is computed.
 //
 // Begins beside the reverse scan, where that leaves multiprocessors idle: a CTA takes work tiles in the order in which the scan
-// leaves their chunks, one more whenever it begins one, and waits for each. The scan's blocks all run before this kernel
-// begins, so none of its own can keep them from running.
+// leaves their chunks, one more whenever it begins one, and waits for each. The scan's blocks have all begun, or ended, before
+// this kernel begins, so none of its own can keep them from running.
 #if HEAD_GATES
 #include "head_chunk.cuh"
 #else

@@ -35,7 +35,7 @@ struct Chunk {
 struct Sequence {
     int row, first, length;
 
-    DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
+    DEVICE int chunks() const { return max(length + CHUNK - 1, 0) / CHUNK; }  // offsets that decrease must not hang
     DEVICE Chunk chunk(int sequence, int behind) const {
         const int at = chunks() - 1 - behind;
         return {row + at, first + at * CHUNK, min(CHUNK, length - at * CHUNK), sequence, behind};

@@ -4,10 +4,10 @@
 //
 // A preparing block turns its chunks into the operands of the scan (preparing_block.cuh), into a ring in global memory that
 // stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
-// (scan_columns.cuh). All blocks must be resident, as they wait for each other.
+// (scan_columns.cuh). All blocks must be resident, as they wait for each other, but for SAVES.
 //
 // With STRETCH, for few heads, these groups lead: they scan the state without outputs, since a chunk with outputs takes 1.4
-// times as long. Up to twice as many groups follow and compute the outputs (roles.cuh, state_columns.cuh).
+// times as long. Two or three times as many groups at most follow and compute the outputs (roles.cuh, state_columns.cuh).
 //
 // With SAVES every chunk has a row of its own in global memory instead, and the scan also saves V' and the state at each
 // chunk's start (saved_columns.cuh).
