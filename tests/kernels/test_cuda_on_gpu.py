@@ -220,11 +220,11 @@ SAVING = [
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True),
     Case(lengths=(100, 1, 164, 66) * 30, H=8, final=False, checkpoints=False),
 ]
-FOLLOWED = [SAVING[0], Case(T=16384 + 40, B=2, H=2, group=2, dtype=FP16, g_wide=True, state=True, checkpoints=False)]
-SAVING_SPLITS = [(case, 0) for case in SAVING] + [(FOLLOWED[0], 18), (FOLLOWED[1], 24)]
+LONG = Case(T=16384 + 40, B=2, H=2, group=2, dtype=FP16, g_wide=True, state=True, checkpoints=False)
+SAVING_SPLITS = [*((case, 0) for case in SAVING), (SAVING[0], 18), (LONG, 24)]
 
 
-@pytest.mark.parametrize(("case", "followers"), SAVING_SPLITS, ids=lambda x: str(x))
+@pytest.mark.parametrize(("case", "followers"), SAVING_SPLITS, ids=str)
 def test_saving_in_two_roles(case: Case, followers: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specialised CTAs save the bits that CTAs of one role save, in every run."""
     if backend != "sm90":

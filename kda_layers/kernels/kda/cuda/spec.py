@@ -58,7 +58,7 @@ class Cut(NamedTuple):
         return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
 
     def most_cut(self, sequences: int, tokens: int, packed: bool) -> int:
-        """Sequences that are cut, at most, of so many of `tokens`; if packed, of so many tokens in all."""
+        """Return the most sequences that can be cut: all; if packed, as many as fit into `tokens`, those of all."""
         return min(sequences, tokens // self.longer) if packed else sequences
 
     def rows(self, x: Inputs, last_tokens: bool = False) -> int:
@@ -119,7 +119,7 @@ class Signature(NamedTuple):
     last_tokens: bool = False  # the decode kernel computes last tokens
     rows: Rows | None = None  # of an engine: states in slots of a pool, rows of tokens with strides
     head_gates: bool = False  # one gate for all channels of a head
-    cut_from: int = 0  # packed: compute nothing if a sequence has so many tokens; 0: always compute
+    cut_from: int = 0  # tokens from which a sequence is cut; in one piece: packed calls with one compute nothing
 
     @classmethod
     def of(cls, x: Inputs, saves: bool = False, last_tokens: bool = False) -> Signature:
@@ -307,8 +307,8 @@ def values_of(
         int64_offsets=s.offsets is not None and s.offsets[1] == torch.int64,
         beta_activation=BETA_CODES[s.beta_activation], beta_fp32=s.beta_dtype == torch.float32,
         qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale, last_tokens=s.last_tokens,
-        segments=segments, cut_from=s.cut.longer if s.cut and segments else s.cut_from, groups=groups,
-        ring_slots=ring_slots, followers=followers, **({} if s.rows is None else s.rows._asdict()),
+        segments=segments, cut_from=s.cut_from, groups=groups, ring_slots=ring_slots, followers=followers,
+        **({} if s.rows is None else s.rows._asdict()),
     )  # fmt: skip
 
 

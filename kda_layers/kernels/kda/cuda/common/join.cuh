@@ -31,13 +31,14 @@ struct Join {
         constexpr int BLOCKS = V / JOIN_ROWS;
         const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
         Join at;
-        at.sequence = blockIdx.x / BLOCKS / p.HV, at.head = blockIdx.x / BLOCKS % p.HV, at.segments = 0;
-        if (p.cu_seqlens) at.sequence = cut_sequence(lane, p, at.sequence);
+        const int before = blockIdx.x / BLOCKS / p.HV;  // sequences that are cut
+        at.sequence = p.cu_seqlens ? cut_sequence(lane, p, before) : before;
+        at.head = blockIdx.x / BLOCKS % p.HV, at.segments = 0;
         if (at.sequence < 0) return at;
         const WorkTile tile = work_tile(p, at.sequence * p.segments * p.HV + at.head);
         const int length = in_chunks(p, p.cu_seqlens ? offset_of(p, at.sequence + 1) - tile.first : p.T);
         at.segments = tile.last ? 0 : (length - 1) / tile.length + 1;
-        at.row = segment_row(lane, p, tile);
+        at.row = i64(before) * p.segments * p.HV + at.head;
         at.g = lane.id / 4, at.q = lane.id % 4;
         // Odd g have their two pieces in the other order: 8 lanes then read two rows of F without bank conflicts.
         at.own = at.g * ROW + 128 * lane.warp + 32 * at.q + 16 * (at.g % 2);

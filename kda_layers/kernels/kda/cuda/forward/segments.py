@@ -128,6 +128,7 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
         transitions = new(first, one_role.ENTRY, groups * first.slices, first.cluster)
     join = machine.load(last.source, "kda_join_segments", last.defines, s.device)
     last_scan = new(last, "kda_scan_segments", scanning * last.slices, last.cluster)
+    s = s._replace(cut_from=cut.longer)
     values = spec.values_of(s, N * segments * HV, segments, split.groups, split.ring_slots)
     joins = join_launch(cut.most_cut(N, T, s.packed) * HV, last.K)
     launches = transitions, Launch(join, *joins), last_scan
