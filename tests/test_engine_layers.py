@@ -363,6 +363,30 @@ def test_prompts_of_a_warm_up(ends: tuple[int, ...]) -> None:
     assert [bool((state == 1).all()) for state in pool] == [True, False, len(ends) == 1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICES == ["cpu"], reason="needs a CUDA device")
+@pytest.mark.parametrize("c", [Config(heads=4, head_dim=128), Config("k3", bound=-5.0, heads=3, head_dim=128)], ids=str)
+def test_no_prompt_compiles_a_triton_kernel(c: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the numbers of sequences and tokens; vLLM's log would warn."""
+    import triton
+
+    c.device = "cuda"
+    vllm_core._warm.clear()
+    engine, layer, _ = layer_of(c)  # warms up
+    seen: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: seen.append(given["fn"].name))
+    for lengths in ((1,), (3,), (16,), (100, 1), (513, 1000, 7), (4096,), (8000, 192)):
+        slots = tuple(range(1, len(lengths) + 1))
+        engine.step(layer, prompts(lengths, slots, (False,) * len(slots), 0, c), hidden(c, sum(lengths)))
+    assert seen == []
+    p = layer.core_parameters()
+    conv = torch.zeros(2, 128, 1, dtype=c.dtype, device=c.device)
+    rows = torch.zeros(9, 128, dtype=c.dtype, device=c.device)
+    weight = p.conv_weight[:128, :2]
+    vllm_core.convolve(rows, weight, conv, tensor((1,), c.device), tensor((0, 9), c.device))
+    assert seen  # of another number of taps
+
+
 class Listing:
     """A machine that lists the kernels which are loaded, and runs none."""
 

@@ -1,7 +1,8 @@
 """The part of vLLM's KDA layers between the projections and the output projection, on its pools of states.
 
 Pages are read and written in place: no recurrent state is gathered, scattered or copied. A step of decoded tokens is
-one launch; one with prompts is one convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
+one launch; one with prompts is one convolution, one packed prefill and one gated norm in place. Slot 0 of a pool is
+nobody's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.engines import calls
+from kda_layers.kernels.fused.gated_norm import gated_rms_norm_
 from kda_layers.kernels.fused.short_conv import short_convs
 from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
@@ -100,10 +102,8 @@ class Core:
             self.rows = torch.arange(len(updates), dtype=torch.int32, device=updates.device)
         self._conv_update, self._exporter = conv_update, exporter
 
-    def run(
-        self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor
-    ) -> bool:  # fmt: skip
-        """Write the step's outputs to out [1, at least m.num_actual_tokens, H, D]; return True if they are normed.
+    def run(self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor) -> None:
+        """Write the step's normed outputs to out [1, at least m.num_actual_tokens, H, D].
 
         Args:
             m: the step's metadata (GDNAttentionMetadata).
@@ -112,15 +112,24 @@ class Core:
         """
         count = m.num_actual_tokens
         x, out = x.first(count), out[:, :count]
-        if not m.num_spec_decodes:
-            if m.num_prefills:
-                self.prefill(m, x, p, conv_state, state, out)
-                return False
+        if not m.num_spec_decodes and not m.num_prefills:
             self.decode(m.non_spec_state_indices_tensor[:count], x, p, conv_state, state, out)
-            return True
-        if not m.num_prefills and not m.num_decodes:
+            return  # the kernel norms
+        if not m.num_spec_decodes:
+            self.prefill(m, x, p, conv_state, state, out)
+        elif not m.num_prefills and not m.num_decodes:
             self.drafts(m, x, p, conv_state, state, out)
-            return False
+        else:
+            self._drafts_and_others(m, x, p, conv_state, state, out)
+        self.norm(out, x, p)
+
+    def norm(self, out: Tensor, x: Tokens, p: Parameters) -> None:
+        """Norm and gate out [1, T, H, D] in place."""
+        gated_rms_norm_(out[0], x.gate.unflatten(-1, (self.heads, self.head_dim)), p.norm_weight, p.norm_eps)
+
+    def _drafts_and_others(
+        self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor
+    ) -> None:
         drafted, others = x.at(m.spec_token_indx), x.at(m.non_spec_token_indx)
         outputs = [out.new_empty(1, part.qkv.shape[0], *out.shape[2:]) for part in (drafted, others)]
         self.drafts(m, drafted, p, conv_state, state, outputs[0])
@@ -131,7 +140,6 @@ class Core:
             self._decode_unnormed(slots, others, p, conv_state, state, outputs[1])
         for index, o in zip((m.spec_token_indx, m.non_spec_token_indx), outputs, strict=True):
             out.index_copy_(1, index.long(), o)
-        return False
 
     def decode(
         self, slots: Tensor, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor,
@@ -280,6 +288,7 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
         for count in 4, 500, 1500:  # each length of a strip
             rows = torch.zeros(count, 3 * heads * D, dtype=dtype)
             convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))
+        core.norm(out, x, p)
         for ends in PROMPTS:
             run_prompts(heads, dtype, pool, p, ends)
         if tokens == 1:

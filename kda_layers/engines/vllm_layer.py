@@ -113,13 +113,13 @@ class Layer:
         conv, state = self.kv_cache[:2]
         return conv if self._conv_first else conv.transpose(-1, -2), state
 
-    def run_core(self, x: Tokens, out: Tensor) -> bool:
-        """Write this step's outputs to out [1, T, H, D]; return True if they are normed, or there is no step."""
+    def run_core(self, x: Tokens, out: Tensor) -> None:
+        """Write this step's normed outputs to out [1, T, H, D], if there is a step."""
         m = self.metadata()
         if m is None:
-            return True
+            return
         assert self.core is not None
-        return self.core.run(m, x, self.core_parameters(), *self.pools(), out)
+        self.core.run(m, x, self.core_parameters(), *self.pools(), out)
 
     def few_decoded(self, tokens: int) -> Any:
         """Return the metadata of a step of a few decoded tokens alone which is not captured in pieces, or None."""
@@ -212,9 +212,7 @@ class KimiLayer(Layer):
 
     def kda_core(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
         """Write the layer's normed outputs to core_attn_out [1, T, H, D]; the name of vLLM's method is `_forward`."""
-        x = Tokens(mixed_qkv, g1[0].flatten(1), g2.flatten(1), beta[0])
-        if not self.run_core(x, core_attn_out):
-            core_attn_out.copy_(self.o_norm(core_attn_out, g2))
+        self.run_core(Tokens(mixed_qkv, g1[0].flatten(1), g2.flatten(1), beta[0]), core_attn_out)
 
 
 class K3Layer(KimiLayer):
@@ -254,7 +252,7 @@ class GlmLayer(MergedConvolution):
         return found
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """Return the layer's output [T, hidden]; vLLM's own norms outside of the core."""
+        """Return the layer's output [T, hidden]; vLLM's own norms outside of its core."""
         if self.core is None:
             return super().forward(hidden_states, positions)  # type: ignore[misc]
         width, heads, D = self.local_projection_size, self.local_num_heads, self.head_dim
@@ -266,8 +264,7 @@ class GlmLayer(MergedConvolution):
 
     def kda_core(self, qkv: Tensor, f: Tensor, gate: Tensor, beta: Tensor, out: Tensor) -> None:
         """Write the layer's normed outputs to out [1, T, H, D]."""
-        if not self.run_core(Tokens(qkv, f, gate, beta), out):
-            out.copy_(self.o_norm(out, gate.view(out.shape[1:])))
+        self.run_core(Tokens(qkv, f, gate, beta), out)
 
 
 class LingLayer(MergedConvolution):

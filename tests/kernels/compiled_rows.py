@@ -23,7 +23,7 @@ from kda_layers.kernels.fused.swiglu import BLOCK, WARPS
 from kda_layers.kernels.fused.triton import rows, swiglu
 from tests.kernels.triton_usage import usage
 
-SIZES = ("rows", "D", "W", "blocks")
+SIZES = ("rows", "D", "W", "blocks", "heads")
 CASES = [
     *[(rows, f"norm_{n}", D) for D in (1024, 2048, 4096, 8192) for n in ("forward_kernel", "backward_kernel")],
     *[(rows, f"gated_norm_{n}", D) for D in (64, 128, 256) for n in ("forward_kernel", "backward_kernel")],
@@ -38,6 +38,7 @@ def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
     constants = {
         "ADD": True,
         "OUTPUT": True,
+        "SILU": True,
         "ROWS": tiles.rows_per_tile,
         "BLOCK": tiles.block,
         "STAGES": tiles.stages(2),
@@ -57,7 +58,7 @@ def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
         else:
             integer = argument in SIZES or argument.endswith("_stride")
             types[argument] = "i32" if integer else {"Partial": "*fp32"}.get(argument, "*bf16")
-            if argument not in ("rows", "blocks"):
+            if argument != "blocks" and argument not in kernel.do_not_specialize:
                 hints[(i,)] = [["tt.divisibility", 16]]
     done = triton.compile(
         ASTSource(kernel, types, values, hints), target=GPUTarget("cuda", sm, 32), options={"num_warps": warps}

@@ -28,7 +28,7 @@ from tests.kernels.triton_usage import usage
 INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
 
 
-ONES = {"D0", "D1", "T", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "w_stride", "d_stride"}
+ONES = {"D0", "D1", "x1_stride", "dy1_stride", "n_stride", "w_stride", "d_stride"}
 
 
 def compiled(kernel: Any, sm: int, packed: bool, ones: bool = False) -> dict[str, Any]:
@@ -46,12 +46,12 @@ def compiled(kernel: Any, sm: int, packed: bool, ones: bool = False) -> dict[str
         if argument in constants:
             types[argument], values[(i,)] = "constexpr", constants[argument]
             continue
-        if ones and argument in ONES and argument not in kernel.do_not_specialize:
+        if ones and argument in ONES:
             types[argument], values[(i,)] = "constexpr", 1
             continue
         integer = argument in INTEGERS or argument.endswith("_stride")
         types[argument] = "i32" if integer else {"Partial": "*fp32", "Offsets": "*i32"}.get(argument, "*bf16")
-        if argument not in ("N", "strips"):
+        if argument not in kernel.do_not_specialize:
             hints[(i,)] = [["tt.divisibility", 16]]
     limit = FORWARD_LIMIT if kernel is conv_forward_kernel and sm >= 90 else {}
     done = triton.compile(

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kda_layers import KimiDeltaAttention
 from kda_layers.kernels.checks import OUTPUT_ACTIVATIONS
 from kda_layers.kernels.fused import rows
-from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
+from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm, gated_rms_norm_
 from kda_layers.kernels.registry import use_backend
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, any_length, budget, error, poisoned_memory
 
@@ -87,6 +87,21 @@ def test_strided() -> None:
     given = [x[:, :, :3], gate[:, :, 3:], weight]
     want = run("triton", [t.contiguous() for t in given])
     assert all(torch.equal(a, b) for a, b in zip(run("triton", given), want, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize("shape", [(5, 3, 16), (1, 70, 2, 100), (0, 2, 16)], ids=str)
+def test_in_place(shape: tuple[int, ...], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, from a gate that is part of wider rows and is not copied."""
+    *outer, H, D = shape
+    x, wide, weight = inputs(*outer, 3 * H, D, dtype=BF16)
+    x, gate = x[..., :H, :].contiguous(), wide[..., H : 2 * H, :]
+    want = gated_rms_norm(x, gate.contiguous(), weight, EPS, backend=backend)
+    monkeypatch.setattr(GATED_NORM, "choose", lambda *_: backend)
+    if backend == "triton":
+        monkeypatch.setattr(Tensor, "clone", lambda *_, **__: pytest.fail("copied"))
+    gated_rms_norm_(x, gate, weight, EPS)
+    assert torch.equal(x, want)
 
 
 @pytest.mark.parametrize("programs", [1, 3])

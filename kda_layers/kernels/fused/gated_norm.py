@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checks import OUTPUT_ACTIVATIONS, accumulator_dtype
 from ..kda.fla.package import layer_functions
 from ..operator import once_differentiable
+from ..triton_package import even_rows
 from .mechanism import FLA, Fused, Triton
 from .rows import RowTiles
 
@@ -23,10 +24,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
-        from .triton.rows import gated_norm_forward_kernel
-
-        y = torch.empty_like(x)
-        _tiles(x).launch(gated_norm_forward_kernel, x, gate, weight, y, eps, silu)
+        y = _launch(x, gate, weight, torch.empty_like(x), eps, silu)
         ctx.save_for_backward(x, gate, weight)
         ctx.eps, ctx.silu = eps, silu
         return y
@@ -37,11 +35,23 @@ class _GatedNorm(torch.autograd.Function):
         from .triton.rows import gated_norm_backward_kernel
 
         x, gate, weight = ctx.saved_tensors
+        gate = gate.contiguous()
         d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
         d_weight = _tiles(x).launch_summing(
             weight, gated_norm_backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps, ctx.silu
         )
         return d_x, d_gate, d_weight, None, None
+
+
+def _launch(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, eps: float, silu: bool) -> Tensor:
+    """Write to y, which may be x; both are contiguous. A gate whose heads are next to each other is read in place."""
+    from .triton.rows import gated_norm_forward_kernel
+
+    heads = 1 if gate.is_contiguous() else gate.shape[-2]
+    width = heads * gate.shape[-1]
+    rows = even_rows(gate.reshape(1, gate.numel() // max(1, width), width))
+    _tiles(x).launch(gated_norm_forward_kernel, x, rows, weight, y, rows.stride(1), heads, eps, silu)
+    return y
 
 
 def _tiles(x: Tensor) -> RowTiles:
@@ -51,7 +61,7 @@ def _tiles(x: Tensor) -> RowTiles:
 def _triton(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, activation: str = "sigmoid"
 ) -> Tensor:
-    return _GatedNorm.apply(x.contiguous(), gate.contiguous(), weight.contiguous(), eps, activation == "silu")
+    return _GatedNorm.apply(x.contiguous(), gate, weight.contiguous(), eps, activation == "silu")
 
 
 def _fla(
@@ -104,3 +114,18 @@ def gated_rms_norm(
     dtype = accumulator_dtype(x.dtype)
     y = torch.nn.functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
     return (y * OUTPUT_ACTIVATIONS[activation](gate.to(dtype))).to(x.dtype)
+
+
+def gated_rms_norm_(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
+    """Replace x by `gated_rms_norm` of it, without gradients, as an engine's buffer needs it.
+
+    Args:
+        x: [..., H, D] contiguous.
+        gate: as x; its heads may be rows of a wider tensor.
+        weight: [D].
+        eps: added to the mean square.
+    """
+    if GATED_NORM.choose(None, x.device, x.dtype, False) == "triton":
+        _launch(x, gate, weight, x, eps, silu=False)
+    else:
+        x.copy_(gated_rms_norm(x, gate, weight, eps))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_forward_kernel(
     Residual, X, Weight, Total, Y, residual_stride, x_stride, eps, ADD: tl.constexpr, rows, D,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -28,7 +28,7 @@ def norm_forward_kernel(
     tl.store(Y + row * D + column, (x * rstd * weight).to(Y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     Total, DY, DTotal, Weight, DX, total_stride, dy_stride, dtotal_stride, eps, ADD: tl.constexpr,
     Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -61,15 +61,17 @@ def norm_backward_kernel(
     tl.store(Partial + program * D + column, tl.sum(d_weight, 0), mask=column < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "rows"])
 def gated_norm_forward_kernel(
-    X, Gate, Weight, Y, eps, SILU: tl.constexpr, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    X, Gate, Weight, Y, gate_stride, heads, eps, SILU: tl.constexpr, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """All but Weight [D] are [rows, D] and contiguous."""
+    """X and Y [rows, D] contiguous, perhaps one tensor; so are `heads` rows of Gate, the next ones gate_stride away."""
     row, column, inside = place(tl.program_id(0), rows, D, ROWS, BLOCK)
     at = row * D + column
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(Gate + at, mask=inside, other=0.0).to(tl.float32)
+    token = tl.cast(row, tl.int32) // heads
+    gate_at = tl.cast(token, tl.int64) * gate_stride + (row - token * heads) * D + column
+    gate = tl.load(Gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
     y = x * rstd * weight / (1 + tl.exp(-gate))
@@ -78,7 +80,7 @@ def gated_norm_forward_kernel(
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_norm_backward_kernel(
     X, Gate, DY, Weight, DX, DGate, eps, SILU: tl.constexpr, Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,

@@ -138,7 +138,8 @@ def _three(group: Sequence[Any], rest: Any) -> list[Any]:
     return [*group, *[rest] * (TENSORS - len(group))]
 
 
-@triton.jit(do_not_specialize=["N"])  # Triton 3.6 fails on one packed token with a state if N is the constant 1
+# Compiled once for any number of tokens. Triton 3.6 fails on one packed token with a state if N is the constant 1.
+@triton.jit(do_not_specialize=["T", "N", "strips"])
 def conv_forward_kernel(
     X0, X1, X2, Y0, Y1, Y2, Weight, State, Offsets,
     x0_stride, x1_stride, x2_stride, n_stride, d_stride, w_stride,  # of a token; of the state [N, D, STATE]
@@ -177,7 +178,7 @@ def conv_forward_kernel(
                 n, begin, end = next_sequence(Offsets, N, t, n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "strips"])
 def conv_backward_kernel(
     X0, X1, X2, DY0, DY1, DY2, DX0, DX1, DX2, Weight, State, Offsets, Partial,
     x0_stride, x1_stride, x2_stride, dy0_stride, dy1_stride, dy2_stride, n_stride, d_stride, w_stride,
