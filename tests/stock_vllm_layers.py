@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.engines import vllm, vllm_layer, vllm_recover
+from tests.kernels.cases import BEST_DEVICE
 
 HIDDEN, TAPS = 32, 4
 KIMI, K3, GLM, LING = vllm.LAYERS
@@ -86,7 +87,6 @@ class Config:
     state: str = "auto"
     drafts: int = 0
     recovers: bool = False  # RecoverSSM
-    device: str = "cpu"
     more: dict[str, Any] = field(default_factory=dict)  # attributes of the layer
 
 
@@ -112,7 +112,7 @@ class StockLayer(nn.Module):
         )
         if c.family == "k3":
             self.use_recoverssm, self.recoverssm_records = c.recovers, "vLLM's"
-        with torch.device(c.device):
+        with torch.device(BEST_DEVICE):
             self.o_norm, self.o_proj = Norm(c.head_dim, c.dtype), Linear(P, HIDDEN, c.dtype)
             self.dt_bias, self.A_log = torch.randn(P) / 2, torch.randn(c.heads) / 2
             self.gate_lower_bound = self.kda_lower_bound = self.lower_bound = c.bound

@@ -17,7 +17,7 @@ from kda_layers.engines import vllm_recover
 from tests import stock_vllm_layers as stock
 from tests.engine_wheels import wheel
 from tests.stock_vllm_layers import TAPS, Config, Engine, Metadata
-from tests.test_engine_layers import Pools, check, engine_modules, hidden, layer_of, on_every_device, tensor
+from tests.test_engine_layers import Pools, check, engine_modules, hidden, layer_of, tensor
 
 __all__ = ["engine_modules"]  # a fixture of every test
 pytestmark = pytest.mark.emulated
@@ -39,22 +39,22 @@ class Step:
         self.others = {"nothing": (), "prompts": (3, 1), "decodes": (1,)}[beside]
         self.count = sum(drafted) + sum(self.others)
         self.m = Metadata(
-            self.count, num_spec_decodes=2, num_accepted_tokens=tensor((1, 1), c.device),
-            spec_query_start_loc=tensor((0, *itertools.accumulate(drafted)), c.device),
+            self.count, num_spec_decodes=2, num_accepted_tokens=tensor((1, 1)),
+            spec_query_start_loc=tensor((0, *itertools.accumulate(drafted))),
         )  # fmt: skip
         if not self.others:
             return
         first = range(drafted[0]), range(self.count - drafted[1], self.count)  # the others are between them
         spec = [*first[0], *first[1]]
-        self.m.spec_token_indx = tensor(spec, c.device)
-        self.m.non_spec_token_indx = tensor([t for t in range(self.count) if t not in spec], c.device)
-        self.m.non_spec_state_indices_tensor = tensor((7, 8)[: len(self.others)], c.device)
-        self.m.non_spec_query_start_loc = tensor((0, *itertools.accumulate(self.others)), c.device)
-        self.m.has_initial_state = tensor((True,) * len(self.others), c.device, torch.bool)
+        self.m.spec_token_indx = tensor(spec)
+        self.m.non_spec_token_indx = tensor([t for t in range(self.count) if t not in spec])
+        self.m.non_spec_state_indices_tensor = tensor((7, 8)[: len(self.others)])
+        self.m.non_spec_query_start_loc = tensor((0, *itertools.accumulate(self.others)))
+        self.m.has_initial_state = tensor((True,) * len(self.others), torch.bool)
         self.m.num_prefills, self.m.num_decodes = (0, 1) if beside == "decodes" else (len(self.others), 0)
 
     def run(self, engine: Engine, layer: Any, slots: Any, x: Tensor) -> Tensor:
-        m = dataclasses.replace(self.m, spec_state_indices_tensor=tensor(slots, self.c.device))
+        m = dataclasses.replace(self.m, spec_state_indices_tensor=tensor(slots))
         return engine.step(layer, m, x)
 
 
@@ -80,12 +80,10 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
-@on_every_device
 @pytest.mark.parametrize("beside", ["nothing", "prompts", "decodes"])
 @on_every_config
-def test_accepted_drafts(c: Config, beside: str, device: str) -> None:
+def test_accepted_drafts(c: Config, beside: str) -> None:
     """Any part of the drafts, none and too many among them, with the bits of steps that keep each state."""
-    c = dataclasses.replace(c, device=device)
     slots, x = ((1,), (4,)), hidden(c, 9)
     step = Step(c, beside)
     kept_engine, kept_layer, kept = with_slots(c)
@@ -97,10 +95,10 @@ def test_accepted_drafts(c: Config, beside: str, device: str) -> None:
         assert same(pools.state[1:7], pools.before[1][1:7]), "a state advanced"
         for n in (7, 8):
             assert torch.equal(pools.state[n], kept.state[n])
-        requests = tensor((2, 0), device)  # their places in the batch
-        in_batch = tensor((taken[1], 5, taken[0]), device)
+        requests = tensor((2, 0))  # their places in the batch
+        in_batch = tensor((taken[1], 5, taken[0]))
         commit(
-            commits_of(layer), in_batch, tensor(slots, device)[:, 0], step.m.spec_query_start_loc,
+            commits_of(layer), in_batch, tensor(slots)[:, 0], step.m.spec_query_start_loc,
             request_indices=requests,
         )  # fmt: skip
         for slot, m, tokens in zip((1, 4), taken, step.drafted, strict=True):
@@ -114,19 +112,17 @@ def test_accepted_drafts(c: Config, beside: str, device: str) -> None:
         assert same(pools.state[others], pools.before[1][others])
 
 
-@on_every_device
 @pytest.mark.parametrize("c", CONFIGS[:2], ids=lambda c: c.family)
-def test_steps_one_after_another(c: Config, device: str) -> None:
+def test_steps_one_after_another(c: Config) -> None:
     """Outputs and states of the accepted tokens of three steps, against fp64."""
-    c = dataclasses.replace(c, device=device)
     engine, layer, pools = layer_of(c)
-    commits, x, slots = commits_of(layer), hidden(c, 12), tensor(((1,), (4,)), device)
+    commits, x, slots = commits_of(layer), hidden(c, 12), tensor(((1,), (4,)))
     inputs, outputs = [x[:0], x[:0]], [x[:0], x[:0]]
     for first, (drafted, taken) in enumerate((((3, 2), (2, 1)), ((1, 3), (1, 3)), ((2, 3), (1, 2)))):
         step = Step(c, "nothing", drafted)
         given = x[first : first + step.count]
         got = step.run(engine, layer, slots.tolist(), given)
-        commit(commits, tensor(taken, device), slots[:, 0], step.m.spec_query_start_loc)
+        commit(commits, tensor(taken), slots[:, 0], step.m.spec_query_start_loc)
         for n, (y, o) in enumerate(zip(given.split(list(drafted)), got.split(list(drafted)), strict=True)):
             inputs[n], outputs[n] = torch.cat((inputs[n], y[: taken[n]])), torch.cat((outputs[n], o[: taken[n]]))
             slot = slots[n, 0]
@@ -149,7 +145,6 @@ class Aligned:
         return (self.computed + TOKENS - 1) // 4
 
 
-@on_every_device
 @pytest.mark.parametrize("case", [
     Aligned(6, 3, None, 1),  # the state after two tokens is kept
     Aligned(5, 3, None),  # three tokens end at the boundary: one slot is both
@@ -158,9 +153,9 @@ class Aligned:
     Aligned(6, 0, None),
     Aligned(1, 2, None),
 ], ids=str)  # fmt: skip
-def test_states_of_blocks(case: Aligned, device: str) -> None:
+def test_states_of_blocks(case: Aligned) -> None:
     """With prefix caching, the states after the accepted tokens and at a boundary go to the slots of their blocks."""
-    c = dataclasses.replace(CONFIGS[1], device=device)
+    c = CONFIGS[1]
     engine, layer, pools = layer_of(c)
     kept_engine, kept_layer, kept = with_slots(c)
     blocks = [7, 2, 6]
@@ -170,8 +165,8 @@ def test_states_of_blocks(case: Aligned, device: str) -> None:
     step.run(engine, layer, ((1,), (4,)), x)
     before = pools.state.clone(), pools.channels.clone()
     commit(
-        commits_of(layer), tensor((case.accepted, 0), device), tensor((1, 4), device), step.m.spec_query_start_loc,
-        block_table=tensor((blocks, (4, 4, 4)), device), num_computed_tokens=tensor((case.computed, 0), device),
+        commits_of(layer), tensor((case.accepted, 0)), tensor((1, 4)), step.m.spec_query_start_loc,
+        block_table=tensor((blocks, (4, 4, 4))), num_computed_tokens=tensor((case.computed, 0)),
         mamba_block_size=4,
     )  # fmt: skip
     written = {}
@@ -187,24 +182,23 @@ def test_states_of_blocks(case: Aligned, device: str) -> None:
     assert same(pools.channels[others], before[1][others])
 
 
-@on_every_device
-def test_padding(device: str) -> None:
+def test_padding() -> None:
     """A captured batch has more requests than a step; and a step may have no drafts to commit."""
-    c = dataclasses.replace(CONFIGS[0], device=device)
+    c = CONFIGS[0]
     x, step = hidden(c, 5), Step(c, "nothing")
     engine, layer, pools = layer_of(c)
     want = step.run(engine, layer, ((1,), (4,)), x)
-    step.m.num_spec_decodes, step.m.num_accepted_tokens = 3, tensor((1, 1, 1), device)
-    step.m.spec_query_start_loc = tensor((0, 3, 5, 5), device)
+    step.m.num_spec_decodes, step.m.num_accepted_tokens = 3, tensor((1, 1, 1))
+    step.m.spec_query_start_loc = tensor((0, 3, 5, 5))
     engine, layer, pools = layer_of(c)
     assert torch.equal(step.run(engine, layer, ((1,), (4,), (0,)), x), want)
     before = pools.state.clone(), layer.core.updates.clone()
     assert not before[1][2:].any(), "padding has updates"
-    slots = tensor(((0,), (4,), (0,)), device)[:, 0]
-    commit(commits_of(layer), tensor((2, 2, 1), device), slots, step.m.spec_query_start_loc)
+    slots = tensor(((0,), (4,), (0,)))[:, 0]
+    commit(commits_of(layer), tensor((2, 2, 1)), slots, step.m.spec_query_start_loc)
     assert same(pools.state[[0, 1, 2, 3]], before[0][[0, 1, 2, 3]])
     assert not torch.equal(pools.state[4], before[0][4])
-    commit(commits_of(layer), tensor((2,), device), slots[:0], step.m.spec_query_start_loc[:1])
+    commit(commits_of(layer), tensor((2,)), slots[:0], step.m.spec_query_start_loc[:1])
 
 
 # ---------------------------------------------------------------- what vLLM sees
@@ -243,7 +237,7 @@ def test_a_model_runner_that_commits_nothing_is_refused(monkeypatch: pytest.Monk
 
 def test_blocks_that_are_too_short() -> None:
     _, layer, _ = layer_of(CONFIGS[0])
-    table = tensor(((1, 2),), "cpu")
+    table = tensor(((1, 2),))
     with pytest.raises(ValueError, match=r"must be at least 3, .*got 2: pass a larger --mamba-block-size"):
         commit(
             commits_of(layer), table[:, 0], table[:, 0], table[0], block_table=table, num_computed_tokens=table[:, 0],

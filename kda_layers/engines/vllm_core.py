@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kda_layers.engines import calls
 from kda_layers.kernels.fused.gated_norm import gated_rms_norm_
-from kda_layers.kernels.fused.short_conv import short_convs
+from kda_layers.kernels.fused.short_conv import short_convs, tokens_of_every_kernel
 from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
 from kda_layers.kernels.kda.drafts import kda_commit, kda_verify
@@ -285,9 +285,11 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens
         x = Tokens(*(torch.zeros(2, size, dtype=dtype) for size in sizes))
         slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 2, heads, D, dtype=dtype)
         core.decode(slots, x, p, conv, pool, out)
-        for count in 4, 500, 1500:  # each length of a strip
-            rows = torch.zeros(count, 3 * heads * D, dtype=dtype)
-            convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))
+        width = 3 * heads * D
+        for more in {0, heads % 16}:  # a projection's rows may be at strides that are no multiple of 16
+            for count in tokens_of_every_kernel(width):
+                rows = torch.zeros(count, width + more, dtype=dtype)[:, :width]
+                convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))
         core.norm(out, x, p)
         for ends in PROMPTS:
             run_prompts(heads, dtype, pool, p, ends)

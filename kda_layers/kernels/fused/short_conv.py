@@ -306,6 +306,13 @@ def short_convs(
     return ys, _kept(torch.cat([_packed_state(x, W, s, cu_seqlens) for x, s in parts], 1), into)
 
 
+def tokens_of_every_kernel(channels: int) -> list[int]:
+    """Return numbers of packed tokens [1, T, channels] which together launch every kernel of the Triton form."""
+    from .triton.short_conv import tokens_of_strips
+
+    return tokens_of_strips(channels)
+
+
 def _kept(new: Tensor, into: tuple[Tensor, Tensor] | None) -> Tensor | None:
     """Return the new states, or write them to slots of a pool."""
     if into is None:

@@ -102,8 +102,7 @@ class _Call:
         (self.B, self.T), self.columns = x.x0.shape[:2], 0 if x.state is None else x.state.shape[2]
         widths = [t.shape[2] for t in self.xs]
         self.widths = widths + [0] * (TENSORS - len(widths))
-        self.block = min(MOST_CHANNELS, max(32, 1 << (max(widths) - 1).bit_length()))
-        self.blocks = sum(-(-width // self.block) for width in widths)
+        self.block, self.blocks = _blocks(widths)
         *long, short = strips
         self.strip = next((n for n in long if self.B * -(-self.T // n) * self.blocks >= PROGRAMS), short)
         self.strips = -(-self.T // self.strip)
@@ -132,6 +131,18 @@ class _Call:
                 self.strips, W=self.weight.shape[1], PACKED=self.offsets is not None, STATE=self.columns,
                 STRIP=self.strip, BLOCK_D=self.block, num_warps=max(1, self.block // WARP_CHANNELS), **(options or {}),
             )  # fmt: skip
+
+
+def _blocks(widths: Sequence[int]) -> tuple[int, int]:
+    """Return the channels of a block, and the number of blocks of tensors with so many channels."""
+    block = min(MOST_CHANNELS, max(32, 1 << (max(widths) - 1).bit_length()))
+    return block, sum(-(-width // block) for width in widths)
+
+
+def tokens_of_strips(channels: int) -> list[int]:
+    """Return numbers of tokens, one for each length of the forward's strips, of a tensor [1, T, channels]."""
+    *long, _ = FORWARD_STRIPS
+    return [1, *(strip * -(-PROGRAMS // _blocks([channels])[1]) for strip in long)]
 
 
 def _three(group: Sequence[Any], rest: Any) -> list[Any]:
