@@ -235,7 +235,7 @@ def test_another_vllm_is_told_of(tmp_path: Path) -> None:
     layers = [path(name) for name in vllm.LAYERS]
     other = Engine(tmp_path, "vllm", "0.41.0", {f: t for f, t in FILES["vllm"].items() if f != layers[3]})
     assert other.lines("") == [
-        f"kda_layers was written for vLLM {vllm.TESTED} and not tested with 0.41.0",
+        f"kda_layers was written for vLLM {vllm.TESTED}; vLLM 0.41.0 is not tested",
         f"kda_layers does not serve the models of {LING_LAYER}, which vLLM 0.41.0 lacks",
     ]
     for file in layers[:3]:

@@ -34,7 +34,7 @@ def register() -> None:
     if not exists(MODULE):
         raise SystemExit(_gone(MODULE))
     if version("sglang") != TESTED:
-        logger.warning("kda_layers was written for SGLang %s and not tested with %s", TESTED, version("sglang"))
+        logger.warning("kda_layers was written for SGLang %s; SGLang %s is not tested", TESTED, version("sglang"))
     after_import(MODULE, _replace)
 
 

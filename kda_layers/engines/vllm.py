@@ -63,7 +63,7 @@ def register() -> None:
             f"{TESTED}, or leave the variable empty"
         )
     if version("vllm") != TESTED:
-        logger.warning("kda_layers was written for vLLM %s and not tested with %s", TESTED, version("vllm"))
+        logger.warning("kda_layers was written for vLLM %s; vLLM %s is not tested", TESTED, version("vllm"))
     for name in gone:
         logger.warning("kda_layers does not serve the models of %s, which vLLM %s lacks", name, version("vllm"))
     for name, module in LAYERS.items():
