@@ -7,7 +7,7 @@ the `first`. Prompts are random tokens.
 * `prefill NxT`: wall ms of N prompts of T tokens and one new token each. `GPU ms` is the sum of its kernels.
 * `decode N`: ms of a step of N sequences, the median of `STEPS`.
 * `graph N`: ms of that step's CUDA graph, replayed by itself: the fastest that any host could make it.
-* `mixed`: wall ms of 8 prompts of 3,000 tokens beside 24 sequences that decode, in chunks of the budget.
+* `mixed`: wall ms of 24 prompts of 3,000 tokens, in chunks, beside 24 sequences that decode, for 12 new tokens each.
 
 `of stock` divides the time of stock's layer by it. First, log-probabilities of prompts of many lengths are compared:
 ours may differ from stock's by no more than `MOST` times what stock's differ by when prompts run alone and together.
@@ -65,7 +65,7 @@ class Engine:
         os.environ |= {"KDA_LAYERS_ENGINES": "vllm" if name == "ours" else "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         from vllm import LLM, SamplingParams
 
-        self.sampling = SamplingParams
+        self.name, self.sampling = name, SamplingParams
         self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         self.generator = torch.Generator().manual_seed(0)
         self.llm = LLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
@@ -80,23 +80,32 @@ class Engine:
 
         self.llm.llm_engine.step = timed_step
 
-    def generate(self, lengths: Sequence[int], new: int, **options: Any) -> list[Any]:
-        prompts = [torch.randint(3, self.vocabulary, (n,), generator=self.generator).tolist() for n in lengths]
+    def prompts(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Random tokens."""
+        return [torch.randint(3, self.vocabulary, (n,), generator=self.generator).tolist() for n in lengths]
+
+    def generate(self, prompts: list[list[int]], new: int, **options: Any) -> list[Any]:
+        """Answer prompts with as many new tokens each."""
         sampling = self.sampling(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, **options)
         found: list[Any] = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-        _synchronize()
         return found
 
-    def layers(self) -> list[str]:
-        """The classes of the model's KDA layers."""
+    def layers(self) -> str:
+        """The class of the model's KDA layers.
+
+        Raises:
+            RuntimeError: they are not those of this engine's name
+        """
         (found,) = self.llm.apply_model(_kda_layers)
-        return list(found)
+        if len(found) != 1 or next(iter(found.values())) != (self.name == "ours"):
+            raise RuntimeError(f"expected KDA layers of one kind, served by {self.name}, got {found or 'none'}")
+        return str(next(iter(found)))
 
     def log_probabilities(self, together: bool) -> list[float]:
-        """Those of the tokens of prompts, which are the same in every call."""
+        """Return those of the tokens of prompts, which are the same in every call."""
         self.generator.manual_seed(1)
         groups = [LENGTHS] if together else [(length,) for length in LENGTHS]
-        outputs = [o for lengths in groups for o in self.generate(lengths, 1, prompt_logprobs=0)]
+        outputs = [o for lengths in groups for o in self.generate(self.prompts(lengths), 1, prompt_logprobs=0)]
         pairs = [(o.prompt_token_ids[1:], o.prompt_logprobs[1:]) for o in outputs]
         return [chances[token].logprob for tokens, found in pairs for token, chances in zip(tokens, found, strict=True)]
 
@@ -108,7 +117,7 @@ class Engine:
         if kind == "decode":
             self._decode(int(size))
             return [statistics.median(self.steps[-STEPS - 1 : -1])]  # the last one may end what the others began
-        return timing.wall_ms(self._call(task))
+        return timing.wall_ms(self._call(task), synchronize=_synchronize)
 
     def gpu_ms(self, task: str) -> float | None:
         """Sum of the kernels of a call that is no decoding; None without a GPU."""
@@ -120,13 +129,13 @@ class Engine:
 
     def _call(self, task: str) -> Callable[[], Any]:
         if task == "mixed":
-            return partial(self.generate, [PROMPT] * 24 + [3000] * 8, 64)
+            return partial(self.generate, self.prompts([PROMPT] * 24 + [3000] * 24), 12)
         count, _, length = task.removeprefix("prefill ").partition("x")
-        return partial(self.generate, [int(length)] * int(count), 1)
+        return partial(self.generate, self.prompts([int(length)] * int(count)), 1)
 
     def _decode(self, sequences: int) -> None:
         self.steps.clear()
-        self.generate([PROMPT] * sequences, STEPS + 10)
+        self.generate(self.prompts([PROMPT] * sequences), STEPS + 10)
 
     def _graph(self, sequences: int) -> list[float]:
         """Replay the graph of a step, which still finds the arguments of the last decoding."""
@@ -143,9 +152,11 @@ class Engine:
         return [start.elapsed_time(end) / 20]
 
 
-def _kda_layers(model: Any) -> list[str]:
-    names = {type(m).__name__ for m in model.modules()}
-    return sorted(n for n in names if n.startswith("KDALayers") or "DeltaAttention" in n or "DeltaNetAttention" in n)
+def _kda_layers(model: Any) -> dict[str, bool]:
+    """Classes of KDA layers; True for those that ours serve, which may leave a layer to vLLM."""
+    kinds = "DeltaAttention", "DeltaNetAttention", "LinearAttention"
+    found = [m for m in model.modules() if type(m).__name__.endswith(kinds)]
+    return {type(m).__name__: getattr(m, "core", None) is not None for m in found}
 
 
 def _synchronize() -> None:
@@ -174,13 +185,17 @@ class Worker:
     def __init__(self, name: str, model: str, options: dict[str, Any]):
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other, name, model, options), daemon=True)
+        self.name, self.process = name, context.Process(target=work, args=(other, name, model, options))
         self.process.start()
         other.close()
 
     def ask(self, method: str, *args: Any) -> Any:
-        self.connection.send((method, args))
-        answer = self.connection.recv()
+        try:
+            self.connection.send((method, args))
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            raise RuntimeError(f"the process of {self.name} ended with {self.process.exitcode}") from None
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -193,13 +208,14 @@ def workers(order: Sequence[str], model: str, options: dict[str, Any]) -> Iterat
     try:
         for name in order:
             found[name] = Worker(name, model, options)
-            print(f"{name}: {', '.join(found[name].ask('layers'))}", flush=True)
+            print(f"{name}: {found[name].ask('layers')}", flush=True)
         yield {name: found[name] for name in ENGINES}
     finally:
         for worker in found.values():
             worker.connection.close()
             worker.process.join(30)
             worker.process.kill()
+            worker.process.join()  # its memory is free
 
 
 # ---------------------------------------------------------------- the comparison

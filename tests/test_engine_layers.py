@@ -357,18 +357,24 @@ def test_prompts_of_a_warm_up(ends: tuple[int, ...]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(BEST_DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("c", [Config(heads=4, head_dim=128), Config("k3", heads=18, head_dim=128)], ids=str)
-def test_no_prompt_compiles_a_triton_kernel(c: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim_first", [False, True], ids=["SD", "DS"])
+def test_no_prompt_compiles_a_triton_kernel(c: Config, dim_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the numbers of sequences and tokens; vLLM's log would warn."""
     import triton
 
+    from kda_layers.kernels.fused.triton import rows, short_conv
+
+    for kernel in (rows.gated_norm_forward_kernel, short_conv.conv_forward_kernel, short_conv.conv_state_kernel):
+        kernel.device_caches.clear()
     vllm_core._warm.clear()
-    engine, layer, _ = layer_of(c)  # warms up
+    engine, layer, _ = layer_of(c, dim_first)  # warms up
     seen: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: seen.append(given["fn"].name))
     for lengths in ((1,), (3,), (16,), (100, 1), (513, 1000, 7), (4096,), (8000, 192)):
         slots = tuple(range(1, len(lengths) + 1))
         engine.step(layer, prompts(lengths, slots, (False,) * len(slots), 0, c), hidden(c, sum(lengths)))
     assert seen == []
+    short_conv.conv_forward_kernel.device_caches.clear()
     p = layer.core_parameters()
     conv = torch.zeros(2, 128, 1, dtype=c.dtype, device=BEST_DEVICE)
     rows = torch.zeros(9, 128, dtype=c.dtype, device=BEST_DEVICE)

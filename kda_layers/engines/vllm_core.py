@@ -263,29 +263,33 @@ PROMPTS = (71,), (70, 71), (2048,), *(tuple(4096 * (n + 1) // N for n in range(N
 _warm: set[Any] = set()
 
 
-def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens: int, recovers: bool) -> None:
+def warm_up(
+    heads: int, dtype: torch.dtype, conv_first: bool, state: Tensor, p: Parameters, tokens: int, recovers: bool
+) -> None:
     """Compile what the steps of a layer call, once per kind of layer, before a graph captures one; on GPUs alone.
 
     Args:
+        conv_first: True if states of the convolution are [channels, inputs] in memory, False for [inputs, channels].
         state: the layer's pool; only its dtype and device are read.
         tokens: of a request in a step with drafts, 1 without.
         recovers: True if drafts leave the states as they are.
     """
     taps, D = p.conv_weight.shape[1], p.norm_weight.shape[0]
     dtypes, softplus = (p.conv_weight.dtype, dtype, state.dtype), p.lower_bound is None
-    kind = heads, D, taps, dtypes, softplus, tokens, recovers, state.device
+    kind = heads, D, taps, conv_first, dtypes, softplus, tokens, recovers, state.device
     if state.device.type != "cuda" or kind in _warm:
         return
     _warm.add(kind)
     with torch.inference_mode(), torch.device(state.device):
         updates = torch.zeros(2, tokens, heads, 3 * D, dtype=torch.float32) if recovers else None
         core, pool = Core(heads, D, None, None, updates), torch.zeros(3, heads, D, D, dtype=state.dtype)
-        conv = torch.zeros(3, taps - 1, 3 * heads * D, dtype=dtype).mT
-        sizes = 3 * heads * D, heads * D, heads * D, heads
+        width, inputs = 3 * heads * D, taps - 1
+        conv = torch.zeros(3, *((width, inputs) if conv_first else (inputs, width)), dtype=dtype)
+        conv = conv if conv_first else conv.mT
+        sizes = width, heads * D, heads * D, heads
         x = Tokens(*(torch.zeros(2, size, dtype=dtype) for size in sizes))
         slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 2, heads, D, dtype=dtype)
         core.decode(slots, x, p, conv, pool, out)
-        width = 3 * heads * D
         for more in {0, heads % 16}:  # a projection's rows may be at strides that are no multiple of 16
             for count in tokens_of_every_kernel(width):
                 rows = torch.zeros(count, width + more, dtype=dtype)[:, :width]

@@ -91,7 +91,7 @@ class Layer:
         if self.core is not None:
             recovers, tokens = self.core.updates is not None, self.most_tokens()
             p, dtype = self.core_parameters(), self.model_config.dtype
-            warm_up(self.local_num_heads, dtype, self.kv_cache[1], p, tokens, recovers)
+            warm_up(self.local_num_heads, dtype, self._conv_first, self.kv_cache[1], p, tokens, recovers)
 
     def core_parameters(self) -> Parameters:
         """Return `make_parameters` this layer, made again if a weight has moved."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -98,10 +99,24 @@ def test_in_place(shape: tuple[int, ...], backend: str, monkeypatch: pytest.Monk
     x, gate = x[..., :H, :].contiguous(), wide[..., H : 2 * H, :]
     want = gated_rms_norm(x, gate.contiguous(), weight, EPS, backend=backend)
     monkeypatch.setattr(GATED_NORM, "choose", lambda *_: backend)
-    if backend == "triton":
-        monkeypatch.setattr(Tensor, "clone", lambda *_, **__: pytest.fail("copied"))
-    gated_rms_norm_(x, gate, weight, EPS)
+    launch, read = rows.RowTiles.launch, list[int]()
+
+    def recorded(tiles: rows.RowTiles, kernel: Any, *args: Any) -> None:
+        read.append(args[1].data_ptr())
+        launch(tiles, kernel, *args)
+
+    monkeypatch.setattr(rows.RowTiles, "launch", recorded)
+    gated_rms_norm_(x, gate, weight.repeat_interleave(2)[::2], EPS)
     assert torch.equal(x, want)
+    assert read == [gate.data_ptr()] * (backend == "triton")
+
+
+def test_in_place_refuses() -> None:
+    x, gate, weight = inputs(4, 2, 8, dtype=FP32)
+    with pytest.raises(ValueError, match=r"x must be contiguous.*strides \(1, 4, 8\)"):
+        gated_rms_norm_(torch.empty(8, 2, 4).to(x).permute(2, 1, 0), gate, weight, EPS)
+    with pytest.raises(ValueError, match=r"and a gate \(4, 1, 8\)"):
+        gated_rms_norm_(x, gate[:, :1], weight, EPS)
 
 
 @pytest.mark.parametrize("programs", [1, 3])

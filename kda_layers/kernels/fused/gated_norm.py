@@ -35,7 +35,6 @@ class _GatedNorm(torch.autograd.Function):
         from .triton.rows import gated_norm_backward_kernel
 
         x, gate, weight = ctx.saved_tensors
-        gate = gate.contiguous()
         d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
         d_weight = _tiles(x).launch_summing(
             weight, gated_norm_backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps, ctx.silu
@@ -47,7 +46,7 @@ def _launch(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, eps: float, silu
     """Write to y, which may be x; both are contiguous. A gate whose heads are next to each other is read in place."""
     from .triton.rows import gated_norm_forward_kernel
 
-    heads = 1 if gate.is_contiguous() else gate.shape[-2]
+    heads = 1 if gate.ndim < 2 or gate.is_contiguous() else gate.shape[-2]
     width = heads * gate.shape[-1]
     rows = even_rows(gate.reshape(1, gate.numel() // max(1, width), width))
     _tiles(x).launch(gated_norm_forward_kernel, x, rows, weight, y, rows.stride(1), heads, eps, silu)
@@ -61,7 +60,10 @@ def _tiles(x: Tensor) -> RowTiles:
 def _triton(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, activation: str = "sigmoid"
 ) -> Tensor:
-    return _GatedNorm.apply(x.contiguous(), gate, weight.contiguous(), eps, activation == "silu")
+    x, weight, silu = x.contiguous(), weight.contiguous(), activation == "silu"
+    if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or weight.requires_grad):
+        return _GatedNorm.apply(x, gate.contiguous(), weight, eps, silu)
+    return _launch(x, gate, weight, torch.empty_like(x), eps, silu)
 
 
 def _fla(
@@ -124,8 +126,16 @@ def gated_rms_norm_(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None
         gate: as x; its heads may be rows of a wider tensor.
         weight: [D].
         eps: added to the mean square.
+
+    Raises:
+        ValueError: x is not contiguous, or gate has another shape.
     """
+    if not x.is_contiguous() or gate.shape != x.shape:
+        raise ValueError(
+            f"x must be contiguous, and gate have its shape: got {tuple(x.shape)} with strides {x.stride()} and a gate "
+            f"{tuple(gate.shape)}"
+        )
     if GATED_NORM.choose(None, x.device, x.dtype, False) == "triton":
-        _launch(x, gate, weight, x, eps, silu=False)
+        _launch(x, gate, weight.contiguous(), x, eps, silu=False)
     else:
         x.copy_(gated_rms_norm(x, gate, weight, eps))
