@@ -285,6 +285,12 @@ def test_packed_prefill_then_batched_decode(name: str) -> None:
             same([s[n : n + 1] for s in states(cache)], states(alone))
 
 
+@pytest.mark.parametrize("offsets", [None, (0, 0), (0, 0, 0)], ids=str)
+def test_no_tokens_are_refused(offsets: tuple[int, ...] | None) -> None:
+    with pytest.raises(ValueError, match="T must be at least 1, got 0"):
+        make_layer()(tokens(1, 0), cu_seqlens=None if offsets is None else torch.tensor(offsets))
+
+
 @pytest.mark.parametrize("kda_cache", [False, True], ids=["stock_cache", "kda_cache"])
 def test_reordered_cache(kda_cache: bool) -> None:
     """Both states follow the beams, so that decoding goes on as for the reordered rows."""

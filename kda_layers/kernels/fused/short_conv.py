@@ -209,6 +209,8 @@ def _packed_state(x: Tensor, W: int, state: Tensor | None, cu_seqlens: Tensor) -
     """Return the new state [N, D, W]: the last W inputs of each packed sequence, its history included."""
     N, D = cu_seqlens.shape[0] - 1, x.shape[2]
     history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
+    if not x.shape[1]:
+        return history.mT
     back = torch.arange(-W, 0, device=x.device)
     lengths = cu_seqlens.diff()[:, None]
     inputs = x[0, (cu_seqlens[1:, None] + back).clamp(min=0)]  # [N, W, D]
