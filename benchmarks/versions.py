@@ -12,19 +12,17 @@ import argparse
 import contextlib
 import importlib
 import io
-import os
-import pickle
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import timing
@@ -32,8 +30,8 @@ from benchmarks.gpu.cases import Case, make_inputs
 from benchmarks.gpu.contenders import Contender, ours_forward, ours_prefill, ours_training
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.truth import Results, error, upstream
+from benchmarks.processes import ROOT, Process, serve
 
-ROOT = Path(__file__).resolve().parents[1]
 PASSES = ("forward", "prefill", "training", "backward")
 CUDA = "benchmarks.gpu.machine:CudaMachine"
 
@@ -88,62 +86,30 @@ def contender_of(text: str, backend: str, device: str) -> Contender:
 # ---------------------------------------------------------------- the process of a version
 
 
-def send(connection: Connection, value: Any) -> None:
-    """Send by plain pickle: torch registers reducers for `Connection.send` that would share the memory of tensors."""
-    connection.send_bytes(pickle.dumps(value))
+class Version:
+    """The package of a folder, as `processes.Process` asks it."""
 
+    def __init__(self, machine_class: str, backend: str):
+        module, _, name = machine_class.partition(":")
+        self.machine: Machine = getattr(importlib.import_module(module), name)()
+        self.backend = backend
+        self.run: Any = None
 
-def receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
+    def prepare(self, case: str) -> tuple[dict[str, Tensor], int]:
+        """Return the results of a case on the CPU, and how many calls its turns need."""
+        prepared = contender_of(case, self.backend, self.machine.device).prepare()
+        results = prepared.results(prepared.run())
+        self.run = prepared.run if case.startswith("backward") else self.machine.graph(prepared.run)
+        return {n: t.detach().cpu() for n, t in results.items()}, self.machine.warm_up(self.run)
+
+    def turn(self, calls: int) -> list[float]:
+        """Return the times of a turn of the prepared case, in ms."""
+        return self.machine.turn(self.run, None, calls)
 
 
 def work(fd: int, machine_class: str, backend: str) -> None:
-    """Serve `Version`, over the connection of that file descriptor, until it is closed."""
-    module, _, name = machine_class.partition(":")
-    machine: Machine = getattr(importlib.import_module(module), name)()
-    run: Any = None
-    with Connection(fd) as connection, contextlib.suppress(EOFError):
-        while True:
-            what, value = receive(connection)
-            try:
-                if what == "prepare":
-                    prepared = contender_of(value, backend, machine.device).prepare()
-                    results = prepared.results(prepared.run())
-                    run = prepared.run if value.startswith("backward") else machine.graph(prepared.run)
-                    answer: Any = {n: t.detach().cpu() for n, t in results.items()}, machine.warm_up(run)
-                else:
-                    answer = machine.turn(run, None, value)
-            except Exception as problem:
-                answer = RuntimeError(f"{type(problem).__name__}: {problem}")
-            send(connection, answer)
-
-
-class Version:
-    """A process that runs the package of a folder."""
-
-    def __init__(self, folder: Path, machine_class: str, backend: str):
-        self.connection, other = Pipe()
-        code = f"from benchmarks.versions import work; work({other.fileno()}, {machine_class!r}, {backend!r})"
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        # The folder comes first on the path of `python -c`, before the working tree and what is installed.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=folder, env=os.environ | {"PYTHONPATH": path}, pass_fds=[other.fileno()]
-        )
-        other.close()  # so that the end of the process is noticed
-
-    def ask(self, what: str, value: Any) -> Any:
-        try:
-            send(self.connection, (what, value))
-            answer = receive(self.connection)
-        except (EOFError, OSError):
-            raise RuntimeError(f"the process of a version ended with {self.process.wait()}: {what} {value}") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.wait()
+    """Serve a `Version`; what a process runs."""
+    serve(fd, partial(Version, machine_class, backend))
 
 
 def parse_versions(texts: Sequence[str]) -> dict[str, str]:
@@ -189,7 +155,7 @@ def difference(got: Results, want: Results) -> str:
     return f"{name} {most:.1e} apart"
 
 
-def compare(case: str, versions: dict[str, Version]) -> list[str]:
+def compare(case: str, versions: dict[str, Process]) -> list[str]:
     """Lines of a Markdown table."""
     made = {name: version.ask("prepare", case) for name, version in versions.items()}
     turns = timing.PASSES * timing.rounds_of(len(versions))
@@ -228,7 +194,8 @@ def main(argv: Sequence[str] | None = None, machine_class: str = CUDA) -> int:
     with contextlib.ExitStack() as stack:
         versions = {}
         for name, what in named.items():
-            versions[name] = Version(stack.enter_context(folder_of(what)), machine_class, args.backend)
+            folder = stack.enter_context(folder_of(what))
+            versions[name] = Process(name, "benchmarks.versions:work", machine_class, args.backend, folder=folder)
             stack.callback(versions[name].close)
         for case in tqdm(args.cases, desc="cases"):
             print(*compare(case, versions), sep="\n", flush=True)

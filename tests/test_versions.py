@@ -53,7 +53,7 @@ def test_what_a_version_raises_is_raised() -> None:
 def test_a_version_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     folder = copy_of(tmp_path)
     (folder / "kda_layers" / "__init__.py").write_text("raise SystemExit(7)\n")
-    with pytest.raises(RuntimeError, match="ended with 7: prepare forward:1,66,1"):
+    with pytest.raises(RuntimeError, match="the process of now ended with 7: prepare forward:1,66,1"):
         versions.main([f"now={folder}", "--backend", "eager", "--cases", "forward:1,66,1"], MACHINE)
 
 
