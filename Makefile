@@ -1,7 +1,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 WORKERS ?= 8
-TESTS ?= tests/kernels tests/modeling
+TESTS ?= tests/kernels tests/modeling tests/test_engine_layers.py tests/test_engine_recover.py
 FAILURES ?= runs/test_gpu_failures.txt
 
 # VENV=/opt/x runs a target with that environment's Python as it is; nothing is installed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import subprocess
 import sys
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from kda_layers.engines import vllm_recover
 from tests import stock_vllm_layers as stock
 from tests.engine_wheels import wheel
+from tests.kernels.cases import BEST_DEVICE
 from tests.stock_vllm_layers import TAPS, Config, Engine, Metadata
 from tests.test_engine_layers import Pools, check, engine_modules, hidden, layer_of, tensor
 
 __all__ = ["engine_modules"]  # a fixture of every test
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated] if BEST_DEVICE == "cpu" else []
 KEPT, TOKENS = TAPS - 1, 3
 
 CONFIGS = [
@@ -245,9 +247,10 @@ def test_blocks_that_are_too_short() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("mode", ["none", "align"])
 def test_metadata_and_kernels_of_the_wheel(mode: str) -> None:
     """vLLM's builder, its metadata and its kernels of a commit, in a batch with prompts (tests/stock_recover.py)."""
     command = [sys.executable, "-m", "tests.stock_recover", str(wheel("vllm")), mode]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
