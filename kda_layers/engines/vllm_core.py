@@ -269,7 +269,7 @@ def warm_up(
     """Compile what the steps of a layer call, once per kind of layer, before a graph captures one; on GPUs alone.
 
     Args:
-        conv_first: True if states of the convolution are [channels, inputs] in memory, False for [inputs, channels].
+        conv_first: memory layout of the convolution's states: [channels, inputs] if True, [inputs, channels] if False.
         state: the layer's pool; only its dtype and device are read.
         tokens: of a request in a step with drafts, 1 without.
         recovers: True if drafts leave the states as they are.
@@ -290,7 +290,7 @@ def warm_up(
         x = Tokens(*(torch.zeros(2, size, dtype=dtype) for size in sizes))
         slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 2, heads, D, dtype=dtype)
         core.decode(slots, x, p, conv, pool, out)
-        for more in {0, heads % 16}:  # a projection's rows may be at strides that are no multiple of 16
+        for more in {0, heads % 16}:  # Triton specialises on strides that are multiples of 16
             for count in tokens_of_every_kernel(width):
                 rows = torch.zeros(count, width + more, dtype=dtype)[:, :width]
                 convolve(rows, p.conv_weight, conv, slots, torch.tensor([0, 1, count], dtype=torch.int32))

@@ -43,7 +43,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _launch(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, eps: float, silu: bool) -> Tensor:
-    """Write to y, which may be x; both are contiguous. A gate whose heads are next to each other is read in place."""
+    """Write the result to y, which may be x; both are contiguous. A gate with contiguous heads is not copied."""
     from .triton.rows import gated_norm_forward_kernel
 
     heads = 1 if gate.ndim < 2 or gate.is_contiguous() else gate.shape[-2]
@@ -119,21 +119,23 @@ def gated_rms_norm(
 
 
 def gated_rms_norm_(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
-    """Replace x by `gated_rms_norm` of it, without gradients, as an engine's buffer needs it.
+    """`gated_rms_norm` with a sigmoid gate, in place and without gradients, for inference engines.
 
     Args:
-        x: [..., H, D] contiguous.
-        gate: as x; its heads may be rows of a wider tensor.
-        weight: [D].
+        x: [..., H, D], any float dtype, contiguous; overwritten.
+        gate: [..., H, D], any float dtype; read in place if its heads are contiguous, as in a merged projection.
+        weight: [D], any float dtype.
         eps: added to the mean square.
 
     Raises:
-        ValueError: x is not contiguous, or gate has another shape.
+        ValueError: x is not contiguous, or gate or weight has another shape.
     """
-    if not x.is_contiguous() or gate.shape != x.shape:
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, got strides {x.stride()} of {tuple(x.shape)}; pass x.contiguous()")
+    if not _fits(x, gate, weight, eps):
         raise ValueError(
-            f"x must be contiguous, and gate have its shape: got {tuple(x.shape)} with strides {x.stride()} and a gate "
-            f"{tuple(gate.shape)}"
+            f"gate must have x's shape and weight its last dimension, got x {tuple(x.shape)}, "
+            f"gate {tuple(gate.shape)}, weight {tuple(weight.shape)}"
         )
     if GATED_NORM.choose(None, x.device, x.dtype, False) == "triton":
         _launch(x, gate, weight.contiguous(), x, eps, silu=False)

@@ -309,7 +309,7 @@ def short_convs(
 
 
 def tokens_of_every_kernel(channels: int) -> list[int]:
-    """Return numbers of packed tokens [1, T, channels] which together launch every kernel of the Triton form."""
+    """Return the T of packed inputs [1, T, channels] that together launch every variant of the Triton kernels."""
     from .triton.short_conv import tokens_of_strips
 
     return tokens_of_strips(channels)

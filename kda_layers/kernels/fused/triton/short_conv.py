@@ -134,13 +134,13 @@ class _Call:
 
 
 def _blocks(widths: Sequence[int]) -> tuple[int, int]:
-    """Return the channels of a block, and the number of blocks of tensors with so many channels."""
+    """Return the channels per block, and the number of blocks of tensors with these widths."""
     block = min(MOST_CHANNELS, max(32, 1 << (max(widths) - 1).bit_length()))
     return block, sum(-(-width // block) for width in widths)
 
 
 def tokens_of_strips(channels: int) -> list[int]:
-    """Return numbers of tokens, one for each length of the forward's strips, of a tensor [1, T, channels]."""
+    """Return one T of an input [1, T, channels] for each strip length of the forward."""
     *long, _ = FORWARD_STRIPS
     return [1, *(strip * -(-PROGRAMS // _blocks([channels])[1]) for strip in long)]
 

@@ -58,7 +58,7 @@ class Cut(NamedTuple):
         return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
 
     def most_cut(self, sequences: int, tokens: int, packed: bool) -> int:
-        """Return the most sequences that can be cut: all; if packed, as many as fit into `tokens`, those of all."""
+        """Upper bound on the sequences that are cut; `tokens` of each or, if packed, of all together."""
         return min(sequences, tokens // self.longer) if packed else sequences
 
     def rows(self, x: Inputs, last_tokens: bool = False) -> int:
@@ -119,7 +119,7 @@ class Signature(NamedTuple):
     last_tokens: bool = False  # the decode kernel computes last tokens
     rows: Rows | None = None  # of an engine: states in slots of a pool, rows of tokens with strides
     head_gates: bool = False  # one gate for all channels of a head
-    cut_from: int = 0  # tokens from which a sequence is cut; in one piece: packed calls with one compute nothing
+    cut_from: int = 0  # fewest tokens of a cut sequence; a packed launch in one piece exits if there is one
 
     @classmethod
     def of(cls, x: Inputs, saves: bool = False, last_tokens: bool = False) -> Signature:
