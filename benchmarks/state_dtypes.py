@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -47,7 +48,8 @@ BLOCK = 256  # tokens whose mean loss is one observation: those of neighbours de
 
 
 class Recall(NamedTuple):
-    """The recall task and its training, which begins with two pairs and no filler."""
+    """The recall task and its training, which begins with two pairs and no filler, and adds some whenever the loss is
+    less than half of a guess's."""
 
     config: dict[str, Any]
     kinds: int  # keys, and as many values and fillers
@@ -65,7 +67,7 @@ RECALL = {
     ),
     "120m": Recall(
         dict(hidden_size=768, num_hidden_layers=12, linear_num_heads=6, linear_head_dim=128, initializer_range=0.036),
-        256, 128, 128, 32, 500, 1e-3,
+        128, 64, 128, 64, 1000, 1e-3,
     ),
 }  # fmt: skip
 
@@ -146,9 +148,8 @@ def train_recall(size: str, device: torch.device, steps: int | None) -> tuple[An
     model: Any = KDAForCausalLM(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=steps, pct_start=0.1)
-    began, losses = time.perf_counter(), []
+    began, losses, grown = time.perf_counter(), [], 0.0
     for step in range(steps):
-        grown = min(1.0, step / (0.6 * steps))
         filler = int(torch.randint(int(task.filler * grown) + 1, (), generator=random))
         tokens, mask = recall_batch(task, 2 + int(grown * (task.pairs - 2)), filler, task.batch, random)
         labels = tokens.masked_fill(~mask, -100)
@@ -159,12 +160,17 @@ def train_recall(size: str, device: torch.device, steps: int | None) -> tuple[An
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.item())
         if step % 100 == 0 or step + 1 == steps:
-            print(f"recall, step {step}: {loss.item():.4f} nats, {time.perf_counter() - began:.0f} s", flush=True)
+            spent = time.perf_counter() - began
+            print(f"recall, step {step}: {losses[-1]:.4f} nats, {grown:.0%} of the task, {spent:.0f} s", flush=True)
+        if losses[-1] < math.log(task.kinds) / 2:
+            grown = min(1.0, grown + 0.02)
     parameters = sum(p.numel() for p in model.parameters())
-    last = torch.stack(losses[-20:]).mean().item()
-    facts = task._asdict() | dict(size=size, parameters=parameters, steps=steps, nats_of_the_last_steps=last)
+    last = statistics.fmean(losses[-20:])
+    facts = task._asdict() | dict(
+        size=size, parameters=parameters, steps=steps, nats_of_the_last_steps=last, share_of_the_task=grown
+    )
     return model.eval(), facts
 
 
