@@ -268,6 +268,6 @@ RUNS: dict[str, Callable[[Results], str]] = {  # beside the page of the result f
     "gpu-long-generation": long_generation,
     "gpu-parallel": parallel,
     "gpu-train-120m-fla": train_120m,
-    **{n: partial(state_dtypes, name=n) for n in ("cpu-state-dtypes", "gpu-state-dtypes")},
+    **{n: partial(state_dtypes, name=n) for n in ("cpu-state-dtypes", "gpu-state-dtypes", "gpu-state-dtypes-recall")},
     **{name: partial(training_curves, name=name, of_what=what) for name, what in CURVES.items()},
 }

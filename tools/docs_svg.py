@@ -134,8 +134,8 @@ def _panel(panel: Panel, x0: float, y0: float, wide: float, high: float) -> str:
         parts.append(text(to_x(x), y0 + high + 17, _length(x), 11, "middle", GREY))
     parts.append(path([(x0, y0), (x0, y0 + high), (x0 + wide, y0 + high)], GREY))
     parts.append(text(x0 + wide / 2, y0 + high + 36, panel.x_label, 12, "middle"))
-    middle = f"rotate(-90 {x0 - 46:.1f} {y0 + high / 2:.1f})"
-    parts.append(text(x0 - 46, y0 + high / 2, panel.y_label, 12, "middle", transform=middle))
+    middle = f"rotate(-90 {x0 - 50:.1f} {y0 + high / 2:.1f})"
+    parts.append(text(x0 - 50, y0 + high / 2, panel.y_label, 12, "middle", transform=middle))
     for line in panel.lines:
         places = [(to_x(x), to_y(y)) for x, y in sorted(line.points.items())]
         parts.append(path(places, line.color, 2.2 if line.marker else 1.4, line.dash))
