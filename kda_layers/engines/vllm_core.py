@@ -112,15 +112,15 @@ class Core:
         """
         count = m.num_actual_tokens
         x, out = x.first(count), out[:, :count]
-        if not m.num_spec_decodes and not m.num_prefills:
+        if m.num_spec_decodes and (m.num_prefills or m.num_decodes):
+            self._drafts_and_others(m, x, p, conv_state, state, out)
+        elif m.num_spec_decodes:
+            self.drafts(m, x, p, conv_state, state, out)
+        elif m.num_prefills:
+            self.prefill(m, x, p, conv_state, state, out)
+        else:
             self.decode(m.non_spec_state_indices_tensor[:count], x, p, conv_state, state, out)
             return  # the kernel norms
-        if not m.num_spec_decodes:
-            self.prefill(m, x, p, conv_state, state, out)
-        elif not m.num_prefills and not m.num_decodes:
-            self.drafts(m, x, p, conv_state, state, out)
-        else:
-            self._drafts_and_others(m, x, p, conv_state, state, out)
         self.norm(out, x, p)
 
     def norm(self, out: Tensor, x: Tokens, p: Parameters) -> None:
