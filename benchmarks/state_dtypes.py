@@ -48,8 +48,10 @@ BLOCK = 256  # tokens whose mean loss is one observation: those of neighbours de
 
 
 class Recall(NamedTuple):
-    """The recall task and its training, which begins with two pairs and no filler, and adds some whenever the loss is
-    less than half of a guess's."""
+    """The recall task and its training, which begins with two pairs and no filler.
+
+    Each step whose loss is less than half the loss of guessing adds a fiftieth of the pairs and of the filler.
+    """
 
     config: dict[str, Any]
     kinds: int  # keys, and as many values and fillers
